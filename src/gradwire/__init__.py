@@ -1,0 +1,51 @@
+"""Distributed PyTorch training that is fast on the networks people really have.
+
+Three names are enough to begin with: :func:`codec`, :func:`encode`, :func:`decode`.
+
+>>> import torch, gradwire
+>>> gradient = torch.randn(10_000)
+>>> data = gradwire.encode(gradient, "int4")
+>>> len(data) / (4 * gradient.numel())  # bytes on the wire over bytes of float32
+0.13095
+>>> gradwire.decode(data).shape
+torch.Size([10000])
+"""
+
+from gradwire.api import decode, encode
+from gradwire.codecs import Codec, Laws, Layout, Part, codec, register, registered
+from gradwire.errors import (
+    ConfigError,
+    GradwireError,
+    MissingExtraError,
+    NonFiniteError,
+    PeerError,
+    WireError,
+)
+from gradwire.planner import best_codec
+from gradwire.transforms import for_training
+from gradwire.wire import Key, Payload, TensorSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Codec",
+    "ConfigError",
+    "GradwireError",
+    "Key",
+    "Laws",
+    "Layout",
+    "MissingExtraError",
+    "NonFiniteError",
+    "Part",
+    "Payload",
+    "PeerError",
+    "TensorSpec",
+    "WireError",
+    "best_codec",
+    "codec",
+    "decode",
+    "encode",
+    "for_training",
+    "register",
+    "registered",
+]

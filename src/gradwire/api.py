@@ -1,0 +1,55 @@
+"""A tensor to bytes and back, in one call each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gradwire import wire
+from gradwire.codecs import Codec
+from gradwire.codecs import codec as make_codec
+from gradwire.errors import ConfigError, WireError
+from gradwire.kernels import ops
+from gradwire.wire import Key
+
+__all__ = ["decode", "encode"]
+
+
+def encode(tensor: Tensor, codec: str | Codec, *, key: Key = Key()) -> bytes:  # noqa: B008
+    """Bytes of a tensor. They say which codec they are of, and decode anywhere.
+
+    ``tensor`` is float32, float16 or bfloat16, of any shape; ``key`` is the source of random bits. State, as error
+    feedback has, needs a codec's own ``encode``.
+
+    >>> import torch
+    >>> len(encode(torch.zeros(1000), "topk:0.01+int8"))
+    126
+    """
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"`tensor` must be a torch.Tensor; got {type(tensor).__name__}.")
+    payload, _ = make_codec(codec).encode(tensor, key=key)
+    payload.check_finite()
+    return wire.pack(payload)
+
+
+def decode(data: Any, *, max_bytes: int = wire.MAX_DECODED_BYTES) -> Tensor:
+    """The tensor of bytes that :func:`encode` made, here or elsewhere.
+
+    Anything that is not such bytes raises ``WireError``, as does a tensor of more than ``max_bytes``.
+
+    >>> import torch
+    >>> decode(encode(torch.tensor([[1.0, -2.0]]), "int8"))
+    tensor([[ 1., -2.]])
+    """
+    payload = wire.unpack(data, max_bytes=max_bytes)
+    try:
+        decoder = make_codec(payload.codec)
+    except ConfigError as error:
+        raise WireError(f"the payload's codec cannot be used here: {error}") from error
+    if str(decoder) != payload.codec:
+        raise WireError(f"the payload's codec is {payload.codec!r}, which is not written as '{decoder}' is.")
+    tensor = decoder.decode(payload)
+    if int(ops.count_nonfinite(tensor)):
+        raise WireError(f"corrupt: a payload of {decoder} that says it is finite decodes to NaN or Inf.")
+    return tensor

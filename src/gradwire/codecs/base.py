@@ -1,0 +1,349 @@
+"""What a codec is.
+
+A codec turns a tensor into a few flat parts and back. It is a frozen dataclass: its fields are its parameters, it
+holds no tensors and never communicates. A subclass writes ``_parts``, ``_encode`` and ``_decode`` on flat float32
+tensors; shapes, dtypes, non-finite values, checks and the payload are handled here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import ConfigError, WireError
+from gradwire.kernels import ops
+from gradwire.wire import Key, Payload, TensorSpec, header_nbytes
+
+__all__ = ["EMPTY", "Carrier", "Codec", "Laws", "Layout", "Part", "State"]
+
+State: TypeAlias = Mapping[str, Tensor | int]
+EMPTY: Final[State] = MappingProxyType({})
+_DEFAULT_KEY: Final = Key()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One flat array of a payload."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of a payload and what they weigh, known from the spec alone.
+
+    ``nbytes`` is the length of the whole frame, header included: what ``gradwire.encode`` returns. If ``exact`` is
+    false it is an upper bound.
+    """
+
+    parts: tuple[Part, ...]
+    header_nbytes: int
+    exact: bool = True
+
+    @property
+    def body_nbytes(self) -> int:
+        """Bytes of the parts, scales and indices included."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self.header_nbytes + self.body_nbytes
+
+
+@dataclass(frozen=True)
+class Laws:
+    """What a codec promises of x̂ = decode(encode(x)); the conformance suite holds it to this.
+
+    Expectations are over keys. Both inequalities are for any x, up to an absolute error of 1e-30 an element.
+    """
+
+    unbiased: bool = False  # E[x̂] = x
+    contraction: float | None = 0.0  # delta with E‖x - x̂‖² <= (1 - delta) ‖x‖²; None: not promised
+    variance: float | None = None  # omega with E‖x - x̂‖² <= omega ‖x‖²
+    keeps_zeros: bool = True  # each 0 decodes to 0 (a tensor of zeros always does)
+    random: bool = False  # the bytes depend on the key
+    exact_bytes: bool = True  # the same bytes on every machine and backend; matrix products cannot promise that
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """A gradient becomes a payload, and a payload a gradient.
+
+    >>> import gradwire
+    >>> codec = gradwire.codec("int4:block=64")
+    >>> payload, state = codec.encode(torch.linspace(-1, 1, 5))
+    >>> codec.decode(payload)
+    tensor([-1.0000, -0.4297,  0.0000,  0.4297,  1.0000])
+    """
+
+    id: ClassVar[str]
+
+    # Identity: the fields are everything.
+
+    def __post_init__(self) -> None:
+        """Check the types of the fields; a subclass checks their ranges after calling this."""
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), hints[field.name]
+            if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+                object.__setattr__(self, field.name, float(value))
+                self._require(field.name, math.isfinite(value), "a finite number")
+            elif kind is float:
+                self._require(field.name, False, "a number")
+            elif kind is int:
+                self._require(field.name, isinstance(value, int) and not isinstance(value, bool), "a whole number")
+            elif isinstance(kind, type):
+                self._require(field.name, isinstance(value, kind), f"of type {kind.__name__}")
+
+    def _require(self, name: str, condition: bool, allowed: str) -> None:
+        if not condition:
+            raise ConfigError(f"`{self.id}({name}=...)` must be {allowed}; got {getattr(self, name)!r}.")
+
+    def _require_block(self, block: int) -> None:
+        power_of_two = 16 <= block <= 65536 and block & (block - 1) == 0
+        self._require("block", power_of_two, "a power of two from 16 to 65536")
+
+    def __str__(self) -> str:
+        """The string that makes this codec: ``gradwire.codec(str(c)) == c``."""
+        positional, keyword, inner = [], [], ""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Codec):
+                inner = f"({value})"
+            elif not field.kw_only:
+                positional.append(_text(value))
+            elif value != field.default:
+                keyword.append(f"{field.name}={_text(value)}")
+        params = ",".join(positional + keyword)
+        return f"{self.id}:{params}{inner}" if params else f"{self.id}{inner}"
+
+    def config(self) -> dict[str, Any]:
+        """The codec as plain JSON types; ``gradwire.codec`` takes it back."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {"codec": self.id} | {k: v.config() if isinstance(v, Codec) else v for k, v in values.items()}
+
+    @classmethod
+    def examples(cls) -> tuple[Codec, ...]:
+        """Instances the conformance suite and the benchmarks use; a codec with parameters lists telling ones."""
+        return (cls(),)
+
+    # What it promises.
+
+    @abstractmethod
+    def laws(self, spec: TensorSpec) -> Laws:
+        """What holds of every encode of such a tensor."""
+
+    @abstractmethod
+    def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
+        """Largest |x - x̂| of each element of ``x``, the flat, finite float32 values of a tensor of that spec."""
+
+    @property
+    def wants_feedback(self) -> bool:
+        """Whether training should add error feedback unless told otherwise: yes for biased codecs."""
+        return not self.laws(TensorSpec((1 << 20,))).unbiased
+
+    def contractive(self) -> Codec:
+        """A variant with a contraction, which error feedback needs; most codecs have one as they are."""
+        return self
+
+    # What a subclass writes: flat float32 tensors in, flat float32 tensors out.
+
+    @abstractmethod
+    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
+        """Parts of a payload, with their exact or largest sizes."""
+
+    @abstractmethod
+    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
+        """The parts' contents, in the order of ``_parts``. ``x`` is flat, contiguous, float32 and finite."""
+
+    @abstractmethod
+    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        """Flat float32 values. The parts have the dtypes and sizes of ``_parts``."""
+
+    _exact: ClassVar[bool] = True  # whether the sizes of `_parts` are exact
+
+    # What a user calls.
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        """Parts and sizes of the payload of a tensor, from its spec alone.
+
+        >>> import gradwire
+        >>> [(p.name, p.nbytes) for p in gradwire.codec("int8").layout(TensorSpec((1000,))).parts]
+        [('scales', 8), ('codes', 1000)]
+        """
+        parts = self._parts(spec)
+        header = header_nbytes(str(self), len(spec.shape), len(parts))
+        return Layout(tuple(parts[i] for i in _wire_order(parts)), header, self._exact)
+
+    def init(self, spec: TensorSpec, device: torch.device | str = "cpu") -> State:
+        """State before the first step: tensors and integers by name. Most codecs have none."""
+        return EMPTY
+
+    def encode(self, x: Tensor, state: State = EMPTY, key: Key = _DEFAULT_KEY) -> tuple[Payload, State]:
+        """Encode a tensor; the state comes in and goes out, nothing is changed in place.
+
+        NaN and Inf do not raise here, because ranks must agree on what to do: they are encoded as 0,
+        ``payload.nonfinite`` counts them, and every decode of the payload raises ``NonFiniteError``.
+        """
+        return self._payload(_flat(x), TensorSpec.of(x), key), state
+
+    def decode(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """The tensor of a payload, in its own shape and dtype, or written into ``out``."""
+        spec = payload.spec
+        if out is None:
+            return saturating(self._values(payload), spec.dtype).view(spec.shape)
+        _check_target("out", out, spec)
+        return out.copy_(saturating(self._values(payload), out.dtype).view(out.shape))
+
+    def decode_add(self, payload: Payload, acc: Tensor) -> None:
+        """Add the tensor of a payload to ``acc`` in place."""
+        _check_target("acc", acc, payload.spec)
+        acc.add_(self._values(payload).view(acc.shape))
+
+    def encode_feedback(self, x: Tensor, residual: Tensor, decay: float, key: Key) -> tuple[Payload, Tensor]:
+        """Encode e = x + decay * residual; return the payload and e - x̂, or the old residual if e is not finite."""
+        kept = residual.view(-1) if decay == 1.0 else residual.view(-1) * decay
+        e = _flat(x) + kept
+        payload = self._payload(e, TensorSpec.of(x), key)
+        if int(payload.nonfinite):
+            return payload, residual
+        return payload, (e - self._values(payload)).view(residual.shape)
+
+    def finish(self, mean: Tensor, state: State) -> tuple[Tensor, State]:
+        """What the mean of all ranks' decoded payloads stands for; most codecs: the mean itself."""
+        return mean, state
+
+    # Between a payload and flat float32 values.
+
+    def _payload(self, flat: Tensor, spec: TensorSpec, key: Key) -> Payload:
+        """Encode the values of a tensor of that spec."""
+        nonfinite = ops.count_nonfinite(flat)
+        if flat.device.type != "cpu" or int(nonfinite):
+            flat = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
+        parts = self._encode(flat, spec, key)
+        order = _wire_order(self._parts(spec))
+        return Payload(str(self), spec, key, tuple(parts[i].contiguous() for i in order), nonfinite)
+
+    def _values(self, payload: Payload) -> Tensor:
+        """Decode the values of a payload, after making sure that it is this codec's."""
+        payload.check_finite()
+        return self._decode(self._checked_parts(payload), payload.spec, payload.key)
+
+    def _checked_parts(self, payload: Payload) -> tuple[Tensor, ...]:
+        """Parts of a payload in the order of ``_parts``."""
+        if payload.codec != str(self):
+            raise ConfigError(f"`payload` was encoded with {payload.codec!r}; this codec is '{self}'.")
+        expected = self._parts(payload.spec)
+        order = _wire_order(expected)
+        if len(payload.parts) != len(expected):
+            raise WireError(f"{self} has {len(expected)} parts; the payload has {len(payload.parts)}.")
+        parts: list[Tensor] = [payload.parts[0]] * len(expected) if expected else []
+        for position, part in zip(order, payload.parts, strict=True):
+            want = expected[position]
+            size_fits = part.numel() == want.numel or (not self._exact and part.numel() <= want.numel)
+            if part.dtype != want.dtype or not size_fits:
+                raise WireError(
+                    f"part {want.name!r} of {self} for shape {payload.spec.shape} must have "
+                    f"{'' if self._exact else 'at most '}{want.numel} items of {want.dtype}; "
+                    f"got {part.numel()} of {part.dtype}."
+                )
+            parts[position] = part
+        return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Carrier(Codec):
+    """A codec that keeps fewer values than the tensor has, and the structure to put them back.
+
+    Its values travel as they are, or through another codec: ``"topk:0.01+int8"`` (:class:`gradwire.transforms.Chain`).
+    """
+
+    @abstractmethod
+    def _count(self, spec: TensorSpec) -> int:
+        """How many values are kept, or the most that may be."""
+
+    @abstractmethod
+    def _structure(self, spec: TensorSpec) -> tuple[Part, ...]:
+        """The parts beside the values."""
+
+    @abstractmethod
+    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Kept values (flat float32), and the contents of ``_structure``."""
+
+    @abstractmethod
+    def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        """The flat tensor of values and structure."""
+
+    def _actual_count(self, structure: tuple[Tensor, ...], spec: TensorSpec) -> int:
+        """How many values this payload has; a codec whose count varies reads it from its structure."""
+        return self._count(spec)
+
+    def _values_dtype(self, spec: TensorSpec) -> torch.dtype:
+        return spec.dtype
+
+    def _propagate(
+        self, errors: Tensor, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+    ) -> Tensor:
+        """What errors of at most ``errors`` in the values do to the tensor, at most."""
+        return self._join(errors, structure, spec, key)
+
+    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
+        return (Part("values", self._values_dtype(spec), self._count(spec)), *self._structure(spec))
+
+    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
+        values, structure = self._split(x, spec, key)
+        return (saturating(values, self._values_dtype(spec)), *structure)
+
+    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        values, structure = parts[0], parts[1:]
+        count = self._actual_count(structure, spec)
+        if values.numel() != count:
+            raise WireError(f"{self} declares {count} values; the payload has {values.numel()}.")
+        return self._join(values.to(torch.float32), structure, spec, key)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1).to(torch.float32)
+
+
+def _check_target(name: str, target: Tensor, spec: TensorSpec) -> None:
+    if tuple(target.shape) != spec.shape or not target.is_floating_point():
+        raise ConfigError(
+            f"`{name}` must be a floating point tensor of shape {spec.shape}; "
+            f"got {target.dtype} of shape {tuple(target.shape)}."
+        )
+
+
+def saturating(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 values as another float dtype, large ones at its largest instead of Inf."""
+    if values.dtype == dtype:
+        return values
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
+def _wire_order(parts: tuple[Part, ...]) -> list[int]:
+    """Positions of the parts in the order they travel: falling item size, so that each is aligned."""
+    return sorted(range(len(parts)), key=lambda i: -parts[i].dtype.itemsize)
+
+
+def _text(value: object) -> str:
+    # '+' joins codecs in a string, so 1e+20 is written 1e20.
+    return str(value).lower() if isinstance(value, bool) else str(value).replace("e+", "e")

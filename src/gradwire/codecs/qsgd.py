@@ -1,0 +1,83 @@
+"""``qsgd:levels``: stochastic multiples of a fraction of the block's l2 norm."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import Codec, Laws, Part
+from gradwire.codecs.registry import register
+from gradwire.kernels import ops
+from gradwire.wire import Key, TensorSpec
+
+
+@register
+@dataclass(frozen=True)
+class QSGD(Codec):
+    """Unbiased quantization to ``levels`` steps of each sign (Alistarh et al., 2017).
+
+    ``shrink`` below 1 trades the bias for a contraction: ``contractive()`` sets it to 1 / (1 + variance).
+
+    >>> import gradwire
+    >>> gradwire.codec("qsgd:4").contractive()
+    QSGD(levels=4, block=128, shrink=0.26120387496374144)
+    """
+
+    id: ClassVar[str] = "qsgd"
+    levels: int = 16
+    block: int = field(default=128, kw_only=True)
+    shrink: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("levels", 1 <= self.levels <= 32767, "from 1 to 32767")
+        self._require("shrink", 0 < self.shrink <= 1, "in (0, 1]")
+        self._require_block(self.block)
+
+    @classmethod
+    def examples(cls) -> tuple[Codec, ...]:
+        """Coarse, middling and fine levels, and the contractive form."""
+        return cls(1), cls(16), cls(127), cls(4).contractive()
+
+    def _omega(self) -> float:
+        return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
+
+    def laws(self, spec: TensorSpec) -> Laws:
+        """Variance min(block / levels², √block / levels)."""
+        omega = self._omega()
+        if self.shrink == 1:
+            contraction = 1 - omega if omega < 1 else None
+            return Laws(unbiased=True, contraction=contraction, variance=omega, random=True)
+        # E‖x - s x̂‖² = (1 - s)² ‖x‖² + s² E‖x - x̂‖²
+        error = (1 - self.shrink) ** 2 + self.shrink**2 * omega
+        return Laws(contraction=1 - error if error < 1 else None, random=True)
+
+    def contractive(self) -> Codec:
+        """Shrunk by 1 / (1 + variance), unless it already is."""
+        return dataclasses.replace(self, shrink=1 / (1 + self._omega())) if self.shrink == 1 else self
+
+    def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
+        """One step, and what shrinking takes away."""
+        rows = torch.nn.functional.pad(x.double(), (0, -x.numel() % self.block)).view(-1, self.block)
+        norm: Tensor = rows.norm(dim=1).repeat_interleave(self.block)[: x.numel()]
+        step = norm / self.levels * (1 + 1e-6) * self.shrink
+        saturated = (norm - torch.finfo(torch.float32).max).clamp(min=0)
+        return (step + (1 - self.shrink) * x.abs() + x.abs() * 1e-6 + saturated + 1e-30).to(torch.float32)
+
+    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
+        bits = (2 * self.levels).bit_length()
+        blocks, codes = -(-spec.numel // self.block), -(-spec.numel * bits // 8)
+        return Part("norms", torch.float32, blocks), Part("codes", torch.uint8, codes)
+
+    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
+        codes, norms = ops.quantize_levels(x, self.levels, self.block, self.shrink, key)
+        return norms, codes
+
+    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        norms, codes = parts
+        return ops.dequantize_levels(codes, norms, self.levels, self.block, spec.numel)

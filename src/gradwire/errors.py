@@ -1,0 +1,67 @@
+"""Everything gradwire raises on purpose.
+
+::
+
+    GradwireError
+    ├── ConfigError         (also ValueError)       a bad codec string, parameter or argument
+    ├── WireError           (also ValueError)       bytes that are not a valid payload
+    ├── NonFiniteError      (also ArithmeticError)  NaN or Inf where a gradient was expected
+    ├── PeerError           (also RuntimeError)     another rank failed, or disagrees with this one
+    └── MissingExtraError   (also ImportError)      an optional part is not installed
+"""
+
+__all__ = ["ConfigError", "GradwireError", "MissingExtraError", "NonFiniteError", "PeerError", "WireError"]
+
+
+class GradwireError(Exception):
+    """Base of every error gradwire raises on purpose.
+
+    >>> issubclass(WireError, GradwireError)
+    True
+    """
+
+
+class ConfigError(GradwireError, ValueError):
+    """A codec string, parameter or argument is not allowed; the message says what is.
+
+    >>> import gradwire
+    >>> gradwire.codec("topk:2")
+    Traceback (most recent call last):
+    gradwire.errors.ConfigError: `topk(density=...)` must be in (0, 1]; got 2.0.
+    """
+
+
+class WireError(GradwireError, ValueError):
+    """Bytes that are not a valid payload: truncated, changed, oversized or of another version.
+
+    >>> import gradwire
+    >>> gradwire.decode(b"not a payload")
+    Traceback (most recent call last):
+    gradwire.errors.WireError: truncated: a payload has at least 48 bytes; got 13.
+    """
+
+
+class NonFiniteError(GradwireError, ArithmeticError):
+    """A tensor holds NaN or Inf. Reported, never averaged in.
+
+    >>> import gradwire, torch
+    >>> gradwire.encode(torch.tensor([1.0, float("nan")]), "int8")
+    Traceback (most recent call last):
+    gradwire.errors.NonFiniteError: 1 of 2 values are NaN or Inf.
+    """
+
+
+class PeerError(GradwireError, RuntimeError):
+    """Another rank died, or sent something this rank did not expect; the message names it.
+
+    >>> issubclass(PeerError, RuntimeError)
+    True
+    """
+
+
+class MissingExtraError(GradwireError, ImportError):
+    """An optional part is not installed; the message has the command that installs it.
+
+    >>> issubclass(MissingExtraError, ImportError)
+    True
+    """

@@ -1,0 +1,373 @@
+"""The definition of correct: every op in plain torch, on any device. Read ``ops`` for what each one does."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradwire.errors import WireError
+from gradwire.kernels.law import (
+    FLOOR,
+    LANES,
+    MSE_ROUNDS,
+    MSE_START,
+    STREAM_ROTATION,
+    STREAM_ROUNDING,
+    STREAM_SELECTION,
+)
+from gradwire.wire import Key
+
+_MAX32: Final = torch.finfo(torch.float32).max
+_FLOAT8: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_HALF: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+# Random bits
+
+
+def random_bits(key: Key, stream: int, count: int, *, device: torch.device) -> Tensor:
+    groups = -(-count // 64)
+    mask = 0xFFFFFFFF
+    c0 = torch.arange(groups * LANES, device=device, dtype=torch.int64) & mask
+    c1, c2 = torch.full_like(c0, key.bucket), torch.full_like(c0, key.step & mask)
+    c3 = torch.full_like(c0, (key.step >> 32) << 8 | stream)
+    k0, k1 = key.seed & mask, key.seed >> 32
+    for _ in range(10):
+        (hi0, lo0), (hi1, lo1) = _multiply(0xD2511F53, c0), _multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    words = torch.stack([c.view(groups, LANES) for c in (c0, c1, c2, c3)], dim=1)
+    return words.view(-1)[:count]
+
+
+def _multiply(m: int, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower 32 bits of a 32 x 32 bit product, without leaving signed 64 bits."""
+    low, high = m * (c & 0xFFFF), m * (c >> 16)
+    return (high + (low >> 16)) >> 16, (low + (high << 16)) & 0xFFFFFFFF
+
+
+def _uniform(key: Key, stream: int, count: int, device: torch.device) -> Tensor:
+    return (random_bits(key, stream, count, device=device) >> 8).to(torch.float32) * 2.0**-24
+
+
+def _round(v: Tensor, key: Key, count: int) -> Tensor:
+    """Stochastic rounding of the first ``count`` elements of ``v``; the padding behind them is zero."""
+    u = F.pad(_uniform(key, STREAM_ROUNDING, count, v.device), (0, v.numel() - count)).view_as(v)
+    down = torch.floor(v)
+    return down + (u < v - down)
+
+
+# Bits
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    size = -(-codes.numel() * bits // 8)
+    if bits == 8:
+        return codes.to(torch.uint8)
+    groups = F.pad(codes.to(torch.int64), (0, -codes.numel() % 8)).view(-1, 8)  # 8 codes fill `bits` bytes
+    columns = []
+    for byte in range(bits):
+        first, last = 8 * byte // bits, (8 * byte + 7) // bits
+        column = torch.zeros_like(groups[:, 0])
+        for i in range(first, last + 1):
+            shift = i * bits - 8 * byte
+            column |= groups[:, i] << shift if shift >= 0 else groups[:, i] >> -shift
+        columns.append((column & 0xFF).to(torch.uint8))
+    if not columns:
+        return torch.empty(0, dtype=torch.uint8, device=codes.device)
+    return torch.stack(columns, dim=1).view(-1)[:size]
+
+
+def unpack_bits(data: Tensor, bits: int, count: int) -> Tensor:
+    if bits == 0:
+        return torch.zeros(count, dtype=torch.int64, device=data.device)
+    groups = -(-count // 8)
+    rows = F.pad(data, (0, groups * bits - data.numel())).view(groups, bits).to(torch.int64)
+    columns = []
+    for i in range(8):
+        first, last = i * bits // 8, (i * bits + bits - 1) // 8
+        column = torch.zeros_like(rows[:, 0])
+        for byte in range(first, last + 1):
+            shift = 8 * byte - i * bits
+            column |= rows[:, byte] << shift if shift >= 0 else rows[:, byte] >> -shift
+        columns.append(column & ((1 << bits) - 1))
+    return torch.stack(columns, dim=1).view(-1)[:count]
+
+
+# Blocks
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    return F.pad(x, (0, -x.numel() % block)).view(-1, block)
+
+
+def _absmax(rows: Tensor) -> Tensor:
+    largest = rows.abs().amax(dim=1)
+    return torch.where(largest < FLOOR, 0.0, largest)
+
+
+def _lane_tree(rows: Tensor) -> Tensor:
+    lanes = rows.view(rows.shape[0], rows.shape[1] // LANES, LANES)
+    total = torch.zeros_like(lanes[:, 0])
+    for i in range(lanes.shape[1]):
+        total = total + lanes[:, i]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total[:, 0]
+
+
+def _store_scale(scale: Tensor, dtype: torch.dtype, largest_code: float, *, up: bool) -> Tensor:
+    """Scales as they travel: rounded up or to nearest, and small enough for scale x largest code to be finite."""
+    scale = scale.clamp(max=_largest_scale(largest_code, dtype))
+    if dtype == torch.float32:
+        return scale
+    bits = scale.view(torch.int32)
+    rounding = 0xFFFF if up else 0x7FFF + ((bits >> 16) & 1)
+    return ((bits + rounding) & ~0xFFFF).view(torch.float32).to(dtype)
+
+
+@functools.cache
+def _largest_scale(largest_code: float, dtype: torch.dtype) -> float:
+    below = torch.nextafter(torch.tensor(_MAX32 / largest_code), torch.tensor(0.0))
+    return float(encode_half(below, "truncate16") if dtype == torch.bfloat16 else below)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Exactly 2**exponent, for exponents in [-126, 127]."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale as a column; 0 for the scale 0, so that its block gets the code 0."""
+    scale = scale.to(torch.float32)
+    return torch.where(scale > 0, 1.0 / scale, 0.0)[:, None]
+
+
+def quantize_blocks(
+    x: Tensor, bits: int, block: int, scale_dtype: torch.dtype, scaling: str, key: Key
+) -> tuple[Tensor, Tensor]:
+    limit = 2 ** (bits - 1) - 1
+    rows = _blocks(x, block)
+    scale = _mse_scale(rows, bits, limit) if scaling == "mse" else _absmax(rows) / float(limit)
+    stored = _store_scale(scale, scale_dtype, limit, up=scaling != "mse")
+    codes = rows * _inverse(stored)
+    codes = _round(codes, key, x.numel()) if scaling == "stochastic" else torch.round(codes)
+    codes = codes.clamp(-limit, limit) + limit
+    return pack_bits(codes.view(-1)[: x.numel()].to(torch.uint8), bits), stored
+
+
+def _mse_scale(rows: Tensor, bits: int, limit: int) -> Tensor:
+    largest = _absmax(rows)
+    # Work in (-4, 4): sums of huge or tiny values would overflow or vanish. The factor is an exact power of two.
+    exponent = ((largest.view(torch.int32) >> 23) - 127).clamp(-126, 126)
+    y = rows.abs() * _power_of_two(-exponent)[:, None]
+    scale = _lane_tree(y * (1.0 / rows.shape[1])) * MSE_START[bits]
+    for _ in range(MSE_ROUNDS):
+        codes = torch.round(y * _inverse(scale)).clamp(max=limit)
+        weight = _lane_tree(codes * codes)  # 0 only for a block of zeros: the largest element never rounds to 0
+        scale = torch.where(weight > 0, _lane_tree(y * codes) / weight, 0.0)
+    return torch.where(largest > 0, scale * _power_of_two(exponent), 0.0)
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor, bits: int, block: int, count: int) -> Tensor:
+    limit = 2 ** (bits - 1) - 1
+    values = (unpack_bits(codes, bits, count) - limit).to(torch.float32)
+    return _times_scale(values, scales, block)
+
+
+def _times_scale(values: Tensor, scales: Tensor, block: int) -> Tensor:
+    return (_blocks(values, block) * scales.to(torch.float32)[:, None]).view(-1)[: values.numel()]
+
+
+def quantize_float8(x: Tensor, form: str, block: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    dtype = _FLOAT8[form]
+    limit = torch.finfo(dtype).max
+    rows = _blocks(x, block)
+    stored = _store_scale(_absmax(rows) / limit, scale_dtype, limit, up=True)
+    codes = (rows * _inverse(stored)).clamp(-limit, limit).to(dtype)
+    return codes.view(torch.uint8).view(-1)[: x.numel()], stored
+
+
+def dequantize_float8(codes: Tensor, scales: Tensor, form: str, block: int) -> Tensor:
+    return _times_scale(codes.contiguous().view(_FLOAT8[form]).to(torch.float32), scales, block)
+
+
+def quantize_sign(x: Tensor, block: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = _blocks(x, block)
+    mean = _lane_tree(rows.abs() * (1.0 / block))  # divided first: a sum of huge values would overflow
+    if x.numel() % block:
+        mean[-1] = mean[-1] * (torch.tensor(float(block)) / float(x.numel() % block)).to(mean.device)
+    mean = torch.where(_absmax(rows) > 0, mean, 0.0)
+    return pack_bits((x < 0).to(torch.uint8), 1), _store_scale(mean, scale_dtype, 1.0, up=False)
+
+
+def dequantize_sign(codes: Tensor, scales: Tensor, block: int, count: int) -> Tensor:
+    return _times_scale(1.0 - 2.0 * unpack_bits(codes, 1, count).to(torch.float32), scales, block)
+
+
+def quantize_levels(x: Tensor, levels: int, block: int, shrink: float, key: Key) -> tuple[Tensor, Tensor]:
+    rows = _blocks(x, block)
+    # Squares are taken of x over its block's maximum, so that they neither overflow nor vanish.
+    largest = _absmax(rows)
+    ratio = rows * _inverse(largest)
+    norm = torch.sqrt(_lane_tree(ratio * ratio)) * largest
+    norm = norm.clamp(max=_MAX32)
+    magnitude = (rows.abs() * _inverse(norm) * float(levels)).clamp(max=float(levels))
+    codes = torch.copysign(_round(magnitude, key, x.numel()), rows) + float(levels)
+    stored = (norm * shrink).clamp(max=_MAX32)
+    return pack_bits(codes.view(-1)[: x.numel()].to(torch.int64), (2 * levels).bit_length()), stored
+
+
+def dequantize_levels(codes: Tensor, norms: Tensor, levels: int, block: int, count: int) -> Tensor:
+    values = (unpack_bits(codes, (2 * levels).bit_length(), count) - levels).to(torch.float32)
+    return _times_scale(values / float(levels), norms, block)
+
+
+def quantize_ternary(x: Tensor, block: int, shrink: float, key: Key) -> tuple[Tensor, Tensor]:
+    rows = _blocks(x, block)
+    scale = _absmax(rows)
+    codes = torch.copysign(_round(rows.abs() * _inverse(scale), key, x.numel()).clamp(max=1.0), rows) + 1.0
+    digits = _blocks(codes.view(-1)[: x.numel()].to(torch.int64), 5)
+    return (digits * _powers(3, 5, x.device)).sum(dim=1).to(torch.uint8), scale * shrink
+
+
+def dequantize_ternary(codes: Tensor, scales: Tensor, block: int, count: int) -> Tensor:
+    digits = (codes.to(torch.int64)[:, None] // _powers(3, 5, codes.device)) % 3
+    return _times_scale(digits.view(-1)[:count].to(torch.float32) - 1.0, scales, block)
+
+
+def _powers(base: int, count: int, device: torch.device) -> Tensor:
+    return torch.tensor([base**i for i in range(count)], device=device)
+
+
+def quantize_natural(x: Tensor, block: int, key: Key) -> tuple[Tensor, Tensor]:
+    rows = _blocks(x, block)
+    largest = _absmax(rows)
+    # Biased exponent of the block's top level: one above its maximum, and no level is 2**128.
+    top = torch.where(largest > 0, ((largest.view(torch.int32) >> 23) + 1).clamp(max=254), 0)
+    lowest = (top - 126)[:, None]
+    magnitude = rows.abs()
+    exponent = magnitude.view(torch.int32) >> 23
+    u = F.pad(_uniform(key, STREAM_ROUNDING, x.numel(), x.device), (0, rows.numel() - x.numel())).view_as(rows)
+    # A value 2**e (1 + f) goes up with probability f; one below the lowest level 2**l goes to it with x / 2**l.
+    fraction = (magnitude.view(torch.int32) & 0x7FFFFF).to(torch.float32) * 2.0**-23
+    small = exponent < lowest
+    fraction = torch.where(small, magnitude * _power_of_two((127 - lowest).clamp(-126, 127)), fraction)
+    level = torch.where(small, lowest - 1, exponent) + (u < fraction).to(torch.int32)
+    code = torch.where((level >= lowest) & (exponent > 0) & (top > 0)[:, None], (level - lowest + 1).clamp(max=127), 0)
+    code = torch.where((rows < 0) & (code > 0), code + 128, code)
+    return code.view(-1)[: x.numel()].to(torch.uint8), top.to(torch.uint8)
+
+
+def dequantize_natural(codes: Tensor, tops: Tensor, block: int) -> Tensor:
+    code = _blocks(codes, block).to(torch.int32)
+    exponent = tops.to(torch.int32)[:, None] - 127 + (code & 127)
+    value = (exponent.clamp(0, 254) << 23).view(torch.float32)
+    value = torch.where(code >= 128, -value, value)
+    return torch.where((code & 127) > 0, value, 0.0).view(-1)[: codes.numel()]
+
+
+# 16 bits
+
+
+def encode_half(x: Tensor, form: str) -> Tensor:
+    if form == "truncate16":
+        return (x.view(torch.int32) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+    dtype = _HALF[form]
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def decode_half(data: Tensor) -> Tensor:
+    return data.to(torch.float32)
+
+
+# Selection
+
+
+def _order(x: Tensor) -> Tensor:
+    """Magnitudes as integers: their order is that of the floats, and sorting them has no special values."""
+    return x.view(torch.int32) & 0x7FFFFFFF
+
+
+def count_nonfinite(x: Tensor) -> Tensor:
+    return x.numel() - torch.isfinite(x).sum()
+
+
+def select_top(x: Tensor, count: int) -> Tensor:
+    return _top_rows(_order(x)[None], count).nonzero()[:, 1]
+
+
+def select_block_top(x: Tensor, each: int, block: int) -> Tensor:
+    magnitudes = F.pad(_order(x), (0, -x.numel() % block), value=-1).view(-1, block)  # padding loses to everything
+    kept = _top_rows(magnitudes, each).view(-1)[: x.numel()]
+    return kept.nonzero()[:, 0]
+
+
+def _top_rows(magnitudes: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` largest of each row: all above the smallest of them, then the first that equal it."""
+    if count == 0 or not magnitudes.numel():
+        return torch.zeros_like(magnitudes, dtype=torch.bool)
+    smallest = magnitudes.topk(count, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    above, equal = magnitudes > smallest, magnitudes == smallest
+    missing = count - above.sum(dim=1, keepdim=True)
+    return above | (equal & (equal.cumsum(dim=1) <= missing))
+
+
+def select_threshold(x: Tensor, tau: float) -> Tensor:
+    return (x.abs() >= torch.tensor(tau, dtype=torch.float32, device=x.device)).nonzero()[:, 0]
+
+
+def select_random(total: int, count: int, key: Key, *, device: torch.device) -> Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    each, extra = divmod(total, count)
+    p = torch.arange(count, device=device)
+    start, length = p * each + p.clamp(max=extra), each + (p < extra).to(torch.int64)
+    return start + ((random_bits(key, STREAM_SELECTION, count, device=device) * length) >> 32)
+
+
+def pack_indices(indices: Tensor, total: int, width: int) -> Tensor:
+    count = indices.numel()
+    rank = torch.arange(count, device=indices.device)
+    v = indices - rank
+    vector = torch.zeros(count + ((total - count) >> width), dtype=torch.uint8, device=indices.device)
+    vector[(v >> width) + rank] = 1
+    return torch.cat([pack_bits(vector, 1), pack_bits(v & ((1 << width) - 1), width)])
+
+
+def unpack_indices(data: Tensor, total: int, count: int, width: int) -> Tensor:
+    length = count + ((total - count) >> width)
+    upper, lower = data[: -(-length // 8)], data[-(-length // 8) :]
+    set_bits = unpack_bits(upper, 1, length).nonzero()[:, 0]
+    if set_bits.numel() != count:
+        raise WireError(f"corrupt indices: {set_bits.numel()} bits are set where {count} indices were declared.")
+    rank = torch.arange(count, device=data.device)
+    v = ((set_bits - rank) << width) | unpack_bits(lower, width, count)
+    if count and (int(v[-1]) > total - count or bool((v[1:] < v[:-1]).any())):
+        raise WireError(f"corrupt indices: they are not sorted, distinct and below {total}.")
+    return v + rank
+
+
+# Rotation
+
+
+def random_signs(key: Key, count: int, *, device: torch.device) -> Tensor:
+    return 1.0 - 2.0 * (random_bits(key, STREAM_ROTATION, count, device=device) & 1).to(torch.float32)
+
+
+def hadamard(x: Tensor, block: int) -> Tensor:
+    rows = (x * (1.0 / math.isqrt(block))).view(-1, block)
+    distance = 1
+    while distance < block:
+        pairs = rows.view(-1, block // (2 * distance), 2, distance)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        rows = torch.stack([a + b, a - b], dim=2).view(-1, block)
+        distance *= 2
+    return rows.view(-1)

@@ -1,0 +1,86 @@
+"""Which backend runs an op, and how to say otherwise. A choice is never silent: ``available`` lists it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+
+from gradwire.errors import ConfigError
+from gradwire.kernels import native, reference
+
+__all__ = ["available", "backends", "implementation", "op", "use"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_BACKENDS: Final[dict[str, ModuleType]] = {"reference": reference, "native": native}
+_PREFERRED: Final = {"cpu": ("native", "reference")}  # by device type; every other device: reference
+_OPS: Final[list[str]] = []
+_forced: ContextVar[str | None] = ContextVar("gradwire_backend", default=None)
+
+
+def backends() -> tuple[str, ...]:
+    """Names of the backends that run at least one op here.
+
+    >>> "reference" in backends()
+    True
+    """
+    return tuple(name for name, module in _BACKENDS.items() if any(hasattr(module, op) for op in _OPS))
+
+
+def available(device: str = "cpu") -> dict[str, str]:
+    """Each op and the backend that runs it on a device.
+
+    >>> available()["quantize_blocks"] in backends()
+    True
+    """
+    return {name: implementation(name, device)[0] for name in _OPS}
+
+
+@contextmanager
+def use(backend: str) -> Iterator[None]:
+    """Run every op the backend has on it, and the others on the reference.
+
+    >>> with use("reference"):
+    ...     set(available().values())
+    {'reference'}
+    """
+    if backend not in backends():
+        raise ConfigError(f"`backend` must be one of {', '.join(backends())}; got {backend!r}.")
+    token = _forced.set(backend)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def implementation(name: str, device: str) -> tuple[str, Callable[..., Any]]:
+    """The backend chosen for an op on a device type, and its function."""
+    forced = _forced.get()
+    order = (forced, "reference") if forced else _PREFERRED.get(device, ("reference",))
+    for backend in order:
+        function = getattr(_BACKENDS[backend], name, None)
+        if function is not None:
+            return backend, function
+    raise NotImplementedError(f"no backend has the op {name!r}")  # a bug: the reference has them all
+
+
+def op(signature: Callable[P, R]) -> Callable[P, R]:
+    """Make a signature the front of its implementations; the device of the first tensor, or ``device``, decides."""
+    name = signature.__name__
+    _OPS.append(name)
+
+    @functools.wraps(signature)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        where = kwargs.get("device", args[0] if args else None)
+        device = where.device.type if isinstance(where, torch.Tensor) else torch.device(str(where or "cpu")).type
+        result: R = implementation(name, device)[1](*args, **kwargs)
+        return result
+
+    return run

@@ -1,0 +1,83 @@
+"""What transforms share: a codec made from a codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import Codec, Laws, Layout, Part, State
+from gradwire.codecs.registry import codec
+from gradwire.errors import ConfigError
+from gradwire.wire import Key, Payload, TensorSpec
+
+__all__ = ["SenderTransform", "is_stateful", "state_tensor"]
+
+
+def is_stateful(inner: Codec) -> bool:
+    """Whether a codec carries anything from step to step."""
+    return bool(inner.init(TensorSpec((1,))))
+
+
+@dataclass(frozen=True)
+class SenderTransform(Codec):
+    """A codec that changes what is sent, not how it is read: its payloads are the inner codec's.
+
+    The receiver needs no state to decode them and does not know of the transform.
+    """
+
+    inner: Codec
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", codec(self.inner))
+        super().__post_init__()
+        self._require("inner", not is_stateful(self.inner), "a codec without state of its own")
+
+    @property
+    def wants_feedback(self) -> bool:
+        """No: a transform takes care of the error, or leaves it to the one around it."""
+        return False
+
+    def laws(self, spec: TensorSpec) -> Laws:
+        """Those of the inner codec, of a single encode from fresh state."""
+        return self.inner.laws(spec)
+
+    def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
+        """That of the inner codec, of a single encode from fresh state."""
+        return self.inner.bound(x, spec, key)
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        """That of the inner codec."""
+        return self.inner.layout(spec)
+
+    def _payload(self, flat: Tensor, spec: TensorSpec, key: Key) -> Payload:
+        return self.inner._payload(flat, spec, key)
+
+    def _values(self, payload: Payload) -> Tensor:
+        return self.inner._values(payload)
+
+    # A sender transform has no parts of its own; nothing below is reached.
+
+    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
+        raise NotImplementedError
+
+    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        raise NotImplementedError
+
+
+def state_tensor(owner: Codec, state: State, name: str, like: Tensor) -> Tensor:
+    """A float32 tensor of a state, zeros for an empty state; an error if the state is not this codec's."""
+    if not state:
+        return torch.zeros(like.shape, device=like.device)
+    value = state.get(name)
+    if not isinstance(value, Tensor) or value.shape != like.shape:
+        found = tuple(value.shape) if isinstance(value, Tensor) else value
+        raise ConfigError(
+            f"`state` of '{owner}' must hold {name!r} of shape {tuple(like.shape)}; got {found}. "
+            "States come from `codec.init(spec)`."
+        )
+    return value

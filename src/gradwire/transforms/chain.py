@@ -1,0 +1,115 @@
+"""``a+b``: fewer values, then each of them smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradwire.codecs.base import Carrier, Codec, Laws, Part
+from gradwire.codecs.registry import codec, register
+from gradwire.errors import WireError
+from gradwire.transforms.base import SenderTransform
+from gradwire.wire import Key, TensorSpec
+
+
+@register
+@dataclass(frozen=True)
+class Chain(Codec):
+    """A carrier (sparse or low rank) whose values travel through another codec.
+
+    >>> import gradwire, torch
+    >>> data = gradwire.encode(torch.tensor([0.1, -3.0, 2.0, 0.2]), "topk:0.5+int8")
+    >>> gradwire.decode(data)
+    tensor([ 0.0000, -3.0000,  1.9922,  0.0000])
+    """
+
+    id: ClassVar[str] = "chain"
+    carrier: Codec
+    values: Codec
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "carrier", codec(self.carrier))
+        object.__setattr__(self, "values", codec(self.values))
+        self._require("carrier", isinstance(self.carrier, Carrier), "a sparse or low-rank codec, such as topk:0.01")
+        quantizes = not isinstance(self.values, Carrier | Chain | SenderTransform)
+        self._require("values", quantizes, "a codec that keeps every value, such as int8")
+
+    def __str__(self) -> str:
+        return f"{self.carrier}+{self.values}"
+
+    @classmethod
+    def examples(cls) -> tuple[Codec, ...]:
+        """Every kind of carrier, and every kind of values."""
+        strings: tuple[str, ...] = (
+            "topk:0.01+int8",
+            "topk:0.1+sign",
+            "blocktopk:0.05,block=64+int4",
+            "randomk:0.1+int4",
+        )
+        strings += ("threshold:1+int8", "threshold:1+fp16", "lowrank:4+int8", "topk:0.1+rotate(int4)")
+        strings += ("randomk:0.1,unbiased=true+int8:rounding=stochastic",)
+        return tuple(codec(s) for s in strings)
+
+    @property
+    def _carrier(self) -> Carrier:
+        assert isinstance(self.carrier, Carrier)
+        return self.carrier
+
+    @property
+    def _exact(self) -> bool:  # type: ignore[override]
+        return self.carrier._exact and self.values._exact
+
+    def _values_spec(self, count: int) -> TensorSpec:
+        return TensorSpec((count,))
+
+    def laws(self, spec: TensorSpec) -> Laws:
+        """Of ‖x‖², the carrier keeps a share of which the values keep a share."""
+        a, b = self.carrier.laws(spec), self.values.laws(self._values_spec(self._carrier._count(spec)))
+        contraction = variance = None
+        if a.exact_bytes and a.contraction is not None and b.contraction is not None:
+            contraction = a.contraction * b.contraction
+        if a.variance is not None and b.variance is not None:
+            variance = a.variance + (1 + a.variance) * b.variance
+        return Laws(
+            unbiased=a.unbiased and b.unbiased,
+            contraction=contraction,
+            variance=variance,
+            keeps_zeros=a.keeps_zeros and b.keeps_zeros,
+            random=a.random or b.random,
+            exact_bytes=a.exact_bytes and b.exact_bytes,
+        )
+
+    def contractive(self) -> Codec:
+        """Both halves contractive."""
+        return dataclasses.replace(self, carrier=self.carrier.contractive(), values=self.values.contractive())
+
+    def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
+        """What the carrier drops, and what its values lose."""
+        values, structure = self._carrier._split(x, spec, key)
+        errors = self.values.bound(values, self._values_spec(values.numel()), key)
+        dropped = self.carrier.bound(x, spec, key)
+        return dropped + self._carrier._propagate(errors, values, structure, spec, key)
+
+    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
+        inner = self.values._parts(self._values_spec(self._carrier._count(spec)))
+        values = tuple(dataclasses.replace(part, name=f"values.{part.name}") for part in inner)
+        return self._carrier._structure(spec) + values
+
+    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
+        values, structure = self._carrier._split(x, spec, key)
+        return structure + self.values._encode(values, self._values_spec(values.numel()), key)
+
+    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        split = len(self._carrier._structure(spec))
+        structure, inner = parts[:split], parts[split:]
+        values_spec = self._values_spec(self._carrier._actual_count(structure, spec))
+        sizes = [part.numel for part in self.values._parts(values_spec)]
+        if sizes != [part.numel() for part in inner]:
+            raise WireError(
+                f"{self.values} of {values_spec.numel} values has parts of {sizes} items; "
+                f"got {[part.numel() for part in inner]}."
+            )
+        return self._carrier._join(self.values._decode(inner, values_spec, key), structure, spec, key)
