@@ -21,7 +21,8 @@ class LowRank(Carrier):
     """Project a matrix onto ``rank`` directions found by a random sketch: M ≈ P Qᵀ, P orthonormal, Q = Mᵀ P.
 
     A tensor of more than two dimensions is a matrix of its first against the rest. Vectors, and matrices too small
-    to gain, travel whole. The factors may travel quantized: ``lowrank:16+int8``.
+    to gain, travel whole. Values beyond 3.4e38 / (4 rows) are cut there. The factors may travel quantized:
+    ``lowrank:16+int8``.
 
     >>> import gradwire
     >>> x = torch.outer(torch.arange(8.0), torch.ones(32))
@@ -59,7 +60,8 @@ class LowRank(Carrier):
         if rank == 0:
             return torch.zeros_like(x)
         norms: Tensor = x.view(rows, columns).double().norm(dim=0) * (1 + 1e-4)
-        return norms.expand(rows, columns).reshape(-1).to(torch.float32)
+        excess = (x.double().abs() - _limit(rows)).clamp(min=0)
+        return norms.expand(rows, columns).reshape(-1) + excess
 
     def _propagate(
         self, errors: Tensor, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
@@ -85,7 +87,7 @@ class LowRank(Carrier):
         rows, columns, rank = self._matrix(spec)
         if rank == 0:
             return x, ()
-        matrix = x.view(rows, columns)
+        matrix = x.view(rows, columns).clamp(-_limit(rows), _limit(rows))
         draws = ops.random_bits(key, STREAM_SKETCH, columns * rank, device=x.device)
         sketch = (draws.to(torch.float32) * 2.0**-31 - 1.0).view(columns, rank)
         # Scaled to 1 first: a product of huge values would overflow, one of tiny values vanish.
@@ -102,6 +104,11 @@ class LowRank(Carrier):
             return values
         p, q = _factors(values, rows, columns, rank)
         return (p.T @ q).reshape(-1)
+
+
+def _limit(rows: int) -> float:
+    """Larger values are cut: no entry of a factor, and no sum of their products, may leave float32."""
+    return torch.finfo(torch.float32).max / (4 * rows)
 
 
 def _factors(values: Tensor, rows: int, columns: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ class QSGD(Codec):
         norm: Tensor = rows.norm(dim=1).repeat_interleave(self.block)[: x.numel()]
         step = norm / self.levels * (1 + 1e-6) * self.shrink
         saturated = (norm - torch.finfo(torch.float32).max).clamp(min=0)
-        return (step + (1 - self.shrink) * x.abs() + x.abs() * 1e-6 + saturated + 1e-30).to(torch.float32)
+        return step + (1 - self.shrink) * x.abs() + x.abs() * 1e-6 + saturated + 1e-30
 
     def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
         bits = (2 * self.levels).bit_length()

@@ -47,7 +47,7 @@ class Sign(Codec):
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """The element and the mean may have any distance up to their sum."""
         mean = block_mean(x, self.block) * (1 + 2.0**-7)
-        return (x.abs() + mean + FLOOR).to(torch.float32)
+        return x.abs() + mean + FLOOR
 
     def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
         blocks = -(-spec.numel // self.block)

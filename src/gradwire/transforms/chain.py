@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gradwire.codecs.base import Carrier, Codec, Laws, Part
@@ -89,7 +90,7 @@ class Chain(Codec):
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """What the carrier drops, and what its values lose."""
         values, structure = self._carrier._split(x, spec, key)
-        errors = self.values.bound(values, self._values_spec(values.numel()), key)
+        errors = self.values.bound(values, self._values_spec(values.numel()), key).to(torch.float32)
         dropped = self.carrier.bound(x, spec, key)
         return dropped + self._carrier._propagate(errors, values, structure, spec, key)
 

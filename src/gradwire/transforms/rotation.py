@@ -14,6 +14,7 @@ from torch import Tensor
 from gradwire.codecs.base import Codec, Laws, Part
 from gradwire.codecs.registry import codec, register
 from gradwire.kernels import ops
+from gradwire.kernels.law import FLOOR
 from gradwire.transforms.base import SenderTransform
 from gradwire.wire import Key, TensorSpec
 
@@ -91,7 +92,7 @@ class Rotate(Codec):
         rounding: Tensor = y.double().view(-1, block).norm(dim=1) * (block.bit_length() * 2.0**-22)
         total = (errors.sum(dim=1) / math.isqrt(block) + rounding).repeat_interleave(block)[: x.numel()]
         excess = (x.abs().double() - torch.finfo(torch.float32).max / (2 * block)).clamp(min=0) * (1 + 2.0**-20)
-        return (total + excess).clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
+        return total + excess + FLOOR
 
     def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
         return self.inner._parts(self._rotated_spec(spec))

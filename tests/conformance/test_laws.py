@@ -1,0 +1,284 @@
+"""The laws every codec obeys, on every backend. A new codec file is covered by being there."""
+
+import json
+
+import pytest
+import torch
+
+import gradwire
+from gradwire import ConfigError, Key, NonFiniteError, TensorSpec
+from gradwire.codecs import Carrier, Codec
+from gradwire.transforms import Chain, ErrorFeedback
+from gradwire.wire import pack, unpack
+
+from .cases import (
+    CODECS,
+    CONTENTS,
+    DTYPES,
+    KEY,
+    NON_FINITE,
+    PLAIN,
+    SHAPES,
+    decoded,
+    flat,
+    heavy,
+    ids,
+    normal,
+    same_bits,
+    tensor,
+)
+
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=ids)
+plain_codec = pytest.mark.parametrize("codec", PLAIN, ids=ids)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+def assert_within_bound(codec, x, y, key, about):
+    spec = TensorSpec.of(x)
+    assert y.shape == x.shape
+    assert y.dtype == x.dtype
+    assert bool(torch.isfinite(y).all()), about
+    values, error = flat(x), (flat(x).double() - flat(y).double()).abs()
+    bound = codec.bound(values, spec, key).double()
+    info = torch.finfo(x.dtype)
+    rounding = 2 * info.eps * (values.abs().double() + bound) + info.smallest_normal * info.eps
+    worst = (error - bound - rounding).max() if error.numel() else torch.tensor(-1.0)
+    assert worst <= 0, f"{about}: an element is {worst} beyond the bound"
+
+
+@every_codec
+@every_dtype
+@every_shape
+def test_a_tensor_survives_within_the_stated_bound_and_size(codec, dtype, shape, backend):
+    for content in CONTENTS:
+        x = tensor(content, shape, dtype)
+        before, spec = x.clone(), TensorSpec.of(x)
+        payload, _ = codec.encode(x, codec.init(spec), KEY)
+        assert same_bits(x, before), f"{content}: encode changed its input"
+        y = codec.decode(payload)
+        assert_within_bound(codec, x, y, KEY, content)
+
+        layout = codec.layout(spec)
+        data = pack(payload)
+        assert payload.nbytes == len(data)
+        if layout.exact:
+            assert layout.nbytes == len(data), content
+            assert [(p.dtype, p.numel) for p in layout.parts] == [(p.dtype, p.numel()) for p in payload.parts]
+        else:
+            assert layout.nbytes >= len(data), content
+
+        assert same_bits(gradwire.decode(data), y), f"{content}: the bytes decode to something else"
+
+
+@every_codec
+@every_shape
+def test_zero_decodes_to_zero(codec, shape, backend):
+    spec = TensorSpec(SHAPES[shape])
+    for zeros in (torch.zeros(spec.shape), -torch.zeros(spec.shape)):
+        assert not decoded(codec, zeros).any()
+    if codec.laws(spec).keeps_zeros:
+        x = tensor("half zeros", shape, torch.float32)
+        assert not decoded(codec, x)[x == 0].any()
+
+
+@every_codec
+@every_dtype
+@pytest.mark.parametrize("value", NON_FINITE.values(), ids=NON_FINITE)
+def test_nan_and_inf_are_reported_and_never_decoded(codec, dtype, value, backend):
+    x = normal(300).to(dtype)
+    state = codec.init(TensorSpec.of(x))
+    _, state = codec.encode(x, state, KEY)
+    bad = x.clone()
+    bad[[0, 150, 299]] = value
+    payload, after = codec.encode(bad, state, KEY)
+    assert int(payload.nonfinite) == 3
+    assert after.keys() == state.keys()
+    assert all(same_bits(after[k], state[k]) for k in state), "a rejected step must leave the state as it was"
+    for received in (payload, unpack(pack(payload))):
+        with pytest.raises(NonFiniteError):
+            codec.decode(received)
+        with pytest.raises(NonFiniteError):
+            codec.decode_add(received, torch.zeros(300))
+    with pytest.raises(NonFiniteError, match="3 of 300 values are NaN or Inf"):
+        gradwire.encode(bad, codec)
+
+
+@every_codec
+def test_decode_writes_and_adds_where_it_is_told(codec, backend):
+    x = normal(600).view(20, 30)
+    payload, _ = codec.encode(x, codec.init(TensorSpec.of(x)), KEY)
+    y = codec.decode(payload)
+    out = torch.full((30, 20), torch.nan).t()  # strided
+    assert codec.decode(payload, out) is out
+    assert torch.equal(out, y)
+    acc = torch.ones(20, 30)
+    codec.decode_add(payload, acc)
+    assert torch.equal(acc, 1.0 + y)
+    for wrong in (torch.zeros(600), torch.zeros(20, 30, dtype=torch.int32)):
+        with pytest.raises(ConfigError, match=r"`(out|acc)` must be a floating point tensor of shape \(20, 30\)"):
+            codec.decode(payload, wrong)
+        with pytest.raises(ConfigError, match=r"`acc` must be"):
+            codec.decode_add(payload, wrong)
+
+
+@every_codec
+def test_a_codec_is_its_config_its_string_and_its_repr(codec):
+    config = json.loads(json.dumps(codec.config()))
+    assert gradwire.codec(config) == codec
+    assert gradwire.codec(str(codec)) == codec
+    names = {cls.__name__: cls for cls in gradwire.registered().values()}
+    assert eval(repr(codec), names) == codec
+    assert hash(gradwire.codec(str(codec))) == hash(codec)
+
+
+@plain_codec
+def test_bytes_depend_on_the_key_only_if_the_codec_says_so(codec, backend):
+    x = normal(2000).view(40, 50)
+    law = codec.laws(TensorSpec.of(x))
+    parts = {}
+    for key in (KEY, KEY, Key(1, 3, 1), Key(7, 4, 1), Key(7, 3, 2)):
+        payload, _ = codec.encode(x, key=key)
+        parts.setdefault(key, []).append(b"".join(p.view(torch.uint8).numpy().tobytes() for p in payload.parts))
+    assert parts[KEY][0] == parts[KEY][1], "the same key must give the same bytes"
+    assert len({p[0] for p in parts.values()}) == (4 if law.random else 1)
+
+
+@plain_codec
+def test_bytes_do_not_depend_on_the_number_of_threads(codec):
+    if not codec.laws(TensorSpec((300, 400))).exact_bytes:
+        pytest.skip("matrix products may differ in the last bit")
+    x = heavy(120_000).view(300, 400)
+    try:
+        torch.set_num_threads(2)
+        two = gradwire.encode(x, codec, key=KEY)
+    finally:
+        torch.set_num_threads(1)
+    assert two == gradwire.encode(x, codec, key=KEY)
+
+
+@every_codec
+def test_a_16_bit_tensor_never_costs_more_than_a_float32_one(codec):
+    for shape in SHAPES.values():
+        sizes = [codec.layout(TensorSpec(shape, dtype)).nbytes for dtype in DTYPES]
+        assert max(sizes[1:]) <= sizes[0]
+
+
+def squared_error(codec, x, keys):
+    errors = [(decoded(codec, x, Key(seed)) - x).double().square().sum() for seed in range(keys)]
+    return float(torch.stack(errors).mean())
+
+
+@plain_codec
+@pytest.mark.parametrize("content", ["normal", "heavy tails", "one spike", "all equal", "ties", "tiny"])
+def test_contraction_and_variance_hold_as_declared(codec, content, backend):
+    n = 8192
+    x = CONTENTS[content](n).view(64, 128)
+    law = codec.laws(TensorSpec.of(x))
+    if law.random and content == "one spike":
+        return  # one element: the mean over a few keys says nothing
+    error = squared_error(codec, x, keys=12 if law.random else 1)
+    energy, slack = float(x.double().square().sum()), 1.02 if law.random else 1 + 1e-5
+    if law.contraction is not None:
+        assert error <= (1 - law.contraction) * energy * slack + n * 1e-30
+    if law.variance is not None:
+        assert error <= law.variance * energy * slack + n * 1e-30
+
+
+UNBIASED = [c for c in PLAIN if c.laws(TensorSpec((512,))).unbiased and c.laws(TensorSpec((512,))).random]
+
+
+def bias_score(codec, x, keys=400):
+    """Standard scores of the mean error, summed over the tensor along its own signs and along random ones."""
+    samples = torch.stack([decoded(codec, x, Key(seed, step=seed % 3)) for seed in range(keys)]).double()
+    error, spread = samples.mean(dim=0) - x.double(), samples.var(dim=0) / keys
+    directions = torch.stack([x.sign().double(), *(normal(x.numel(), s).sign().double() for s in range(4))])
+    return float((directions @ error / spread.sum().sqrt().clamp(min=1e-12)).abs().max())
+
+
+@pytest.mark.parametrize("codec", UNBIASED, ids=ids)
+@pytest.mark.parametrize("content", [normal, heavy], ids=["normal", "heavy"])
+def test_unbiased_means_unbiased(codec, content, backend):
+    assert bias_score(codec, content(512)) < 4.5
+
+
+@pytest.mark.parametrize("biased", ["qsgd:4,shrink=0.95", "ternary:shrink=0.9", "randomk:0.5"])
+def test_the_test_of_unbiasedness_finds_a_bias(biased):
+    assert bias_score(gradwire.codec(biased), normal(512)) > 8
+
+
+def feedback(codec):
+    """The codec inside error feedback, where that makes sense."""
+    return ErrorFeedback(codec.contractive())
+
+
+@plain_codec
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_feedback_loses_nothing(codec, dtype, backend):
+    ef = feedback(codec)
+    spec = TensorSpec((30, 20), dtype)
+    state, sent, given = ef.init(spec), torch.zeros(30, 20).double(), torch.zeros(30, 20).double()
+    largest = 0.0
+    for step in range(25):
+        x = heavy(600, seed=step).view(30, 20).to(dtype)
+        payload, state = ef.encode(x, state, Key(1, step))
+        decoded32 = torch.zeros(30, 20)
+        ef.decode_add(payload, decoded32)
+        sent += decoded32.double()
+        given += x.double()
+        largest = max(largest, float(decoded32.abs().max()), float(state["residual"].abs().max()))
+    missing = (sent + state["residual"].double() - given).abs().max()
+    assert missing <= 25 * 2.0**-22 * largest
+
+
+@plain_codec
+def test_error_feedback_stays_bounded_for_a_contraction(codec, backend):
+    ef = feedback(codec)
+    law = ef.inner.laws(TensorSpec((2000,)))
+    if not law.contraction or law.contraction < 0.02:
+        pytest.skip("promises no contraction worth the name")
+    x = heavy(2000)
+    state = ef.init(TensorSpec((2000,)))
+    for step in range(150):
+        _, state = ef.encode(x, state, Key(1, step))
+    assert state["residual"].norm() <= 2 / law.contraction * x.norm()
+
+
+@every_codec
+def test_state_goes_in_and_comes_out_and_is_not_changed_in_place(codec, backend):
+    x, spec = heavy(300), TensorSpec((300,))
+    state = codec.init(spec)
+    _, state = codec.encode(x, state, KEY)
+    kept = {k: v.clone() for k, v in state.items()}
+    one = codec.encode(x, state, KEY)
+    two = codec.encode(x, state, KEY)
+    assert all(same_bits(state[k], kept[k]) for k in kept)
+    assert pack(one[0]) == pack(two[0]), "the same state and key must give the same bytes"
+    assert all(isinstance(v, torch.Tensor | int) for v in one[1].values())
+
+
+CARRIERS = [c for c in PLAIN if isinstance(c, Carrier)]
+QUANTIZERS = [cls.examples()[0] for cls in gradwire.registered().values()]
+QUANTIZERS = [q for q in QUANTIZERS if q in PLAIN and not isinstance(q, Carrier | Chain)]
+
+
+@pytest.mark.parametrize("carrier", CARRIERS, ids=ids)
+def test_every_carrier_chains_with_every_quantizer(carrier: Codec, backend):
+    for quantizer in QUANTIZERS:
+        chain = gradwire.codec(f"{carrier}+{quantizer}")
+        assert chain == Chain(carrier, quantizer)
+        for content in ("normal", "one spike", "zeros"):
+            x = CONTENTS[content](1200).view(30, 40)
+            data = gradwire.encode(x, chain, key=KEY)
+            assert len(data) <= chain.layout(TensorSpec.of(x)).nbytes
+            assert_within_bound(chain, x, gradwire.decode(data), KEY, f"{chain} of {content}")
+
+
+@plain_codec
+def test_ten_million_elements(codec, backend):
+    x = heavy(3163 * 3162).view(3163, 3162)
+    payload, _ = codec.encode(x, key=KEY)
+    layout = codec.layout(payload.spec)
+    assert payload.nbytes == layout.nbytes if layout.exact else payload.nbytes <= layout.nbytes
+    y = codec.decode(payload)
+    assert_within_bound(codec, x, y, KEY, "10M")

@@ -1,0 +1,210 @@
+"""Bytes: what is written comes back, and what was not written is refused with a reason."""
+
+import struct
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradwire
+from gradwire import ConfigError, GradwireError, Key, NonFiniteError, WireError
+from gradwire.wire import TensorSpec, crc32, pack, unpack
+
+from .conformance.cases import CODECS, CONTENTS, KEY, same_bits
+
+
+def frame(codec="int8", n=20, shape=None):
+    x = torch.linspace(-1, 1, n).reshape(shape or (n,))
+    return gradwire.encode(x, codec, key=KEY)
+
+
+def resealed(data):
+    """The frame with a checksum that fits: what a hostile or buggy sender could make."""
+    return data[:4] + struct.pack("<I", zlib.crc32(data[8:])) + data[8:]
+
+
+@given(st.binary(max_size=300), st.integers(0, 2**32 - 1))
+def test_the_native_checksum_is_that_of_zlib(data, start):
+    assert crc32(data, start) == zlib.crc32(data, start)
+
+
+def test_the_native_checksum_of_every_length_and_alignment():
+    data = np.random.default_rng(0).bytes(5000)
+    for start in range(17):
+        for length in [*range(200), 1023, 1024, 1025, 4096, 4900]:
+            piece = memoryview(data)[start : start + length]
+            assert crc32(piece) == zlib.crc32(piece)
+
+
+def test_the_native_checksum_is_compiled_and_takes_no_converted_array():
+    from gradwire import _native
+
+    assert crc32 is _native.crc32
+    with pytest.raises(TypeError):
+        _native.crc32(np.zeros(4, dtype=np.float64))
+    with pytest.raises(TypeError):
+        _native.crc32(np.zeros(8, dtype=np.uint8)[::2])
+
+
+@given(
+    st.sampled_from(CODECS),
+    st.lists(st.integers(0, 7), max_size=4),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**56 - 1), st.integers(0, 2**32 - 1)),
+)
+def test_a_payload_is_its_bytes(codec, shape, dtype, key):
+    x = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape).to(dtype)
+    payload, _ = codec.encode(x, codec.init(TensorSpec.of(x)), key)
+    back = unpack(pack(payload))
+    assert (back.codec, back.spec, back.key) == (payload.codec, payload.spec, payload.key)
+    assert int(back.nonfinite) == 0
+    assert all(same_bits(a, b) for a, b in zip(back.parts, payload.parts, strict=True))
+
+
+def test_a_payload_decodes_without_its_sender(tmp_path):
+    """In another process, from a file, with nothing but the bytes."""
+    expected = {}
+    for i, codec in enumerate(CODECS):
+        data = gradwire.encode(CONTENTS["heavy tails"](500).view(20, 25), codec, key=KEY)
+        (tmp_path / f"{i}.gw").write_bytes(data)
+        expected[f"{i}.gw"] = zlib.crc32(gradwire.decode(data).numpy().tobytes())
+    program = (
+        "import sys, zlib, pathlib, gradwire\n"
+        "for f in sorted(pathlib.Path(sys.argv[1]).glob('*.gw')):\n"
+        "    print(f.name, zlib.crc32(gradwire.decode(f.read_bytes()).numpy().tobytes()))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    assert dict(line.split() for line in run.stdout.splitlines()) == {k: str(v) for k, v in expected.items()}
+
+
+def test_truncated_bytes_are_named_at_every_length():
+    data = frame()
+    for length in range(len(data)):
+        with pytest.raises(WireError, match="truncated"):
+            gradwire.decode(data[:length])
+
+
+def test_trailing_bytes_are_oversized():
+    with pytest.raises(WireError, match=r"oversized: the header says 102 bytes; got 103"):
+        gradwire.decode(frame() + b"\0")
+
+
+def test_every_flipped_bit_is_found():
+    data = frame()
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError):
+            gradwire.decode(changed)
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, b"PK\x03\x04", r"not a gradwire payload: it starts with b'PK"),
+        (8, b"\x02", r"unknown version: this gradwire reads version 1; got 2"),
+        (9, b"\x82", r"a reserved field is not zero"),
+        (10, b"\x48\x00", r"its length of 72 does not fit"),
+        (12, b"\x00", r"unknown tensor dtype code 0"),
+        (13, b"\xff", r"does not fit its own fields"),
+        (38, b"\xff\xff", r"the step must be below 2\*\*56"),
+        (48, struct.pack("<Q", 21), r"part 'codes' of int8 for shape \(21,\) must have 21 items"),
+        (48, struct.pack("<Q", 1 << 62), r"oversized: the header declares a tensor of shape \(4611686018427387904,\)"),
+        (56, struct.pack("<Q", 4 << 56 | 2), r"parts must be whole items, in order of falling item size"),
+        (56, struct.pack("<Q", 9 << 56 | 2), r"unknown part dtype code 9"),
+        (56, struct.pack("<Q", 2 << 56 | 1 << 40), r"its parts have 1099511627796 bytes, the body 22"),
+        (72, b"int9", r"cannot be used here: unknown codec 'int9'"),
+        (72, b"int4", r"part 'codes' of int4 for shape \(20,\) must have 10 items"),
+        (72, b"\xff\xfe\xfd\xfc", r"the codec string is not ASCII"),
+        (77, b"\x01", r"a reserved field is not zero"),
+        (80, b"\x80\x7f", r"decodes to NaN or Inf"),
+    ],
+)
+def test_a_wrong_field_under_a_good_checksum_is_named(position, value, message):
+    data = frame()
+    with pytest.raises(WireError, match=message):
+        gradwire.decode(resealed(data[:position] + value + data[position + len(value) :]))
+
+
+def test_a_codec_string_has_one_spelling_on_the_wire():
+    data = frame("topk:0.5")
+    assert b"topk:0.5" in data
+    with pytest.raises(WireError, match="not written as"):
+        gradwire.decode(resealed(data.replace(b"topk:0.5", b"topk:.50")))
+
+
+def test_a_huge_sparse_tensor_is_refused_before_it_is_allocated():
+    payload, _ = gradwire.codec("threshold:1").encode(torch.zeros(8))
+    data = pack(payload)
+    for size, limit in [(1 << 40, 1 << 32), (1 << 20, 1 << 16)]:
+        huge = resealed(data[:48] + struct.pack("<Q", size) + data[56:])
+        with pytest.raises(WireError, match=rf"oversized: .* {4 * size} bytes; the limit is {limit}"):
+            gradwire.decode(huge, max_bytes=limit)
+    with pytest.raises(WireError, match="oversized"):
+        gradwire.decode(frame(n=100), max_bytes=399)
+    assert gradwire.decode(frame(n=100), max_bytes=400).shape == (100,)
+
+
+def test_a_flagged_payload_raises_wherever_it_is_decoded():
+    payload, _ = gradwire.codec("int8").encode(torch.tensor([1.0, torch.nan]))
+    with pytest.raises(NonFiniteError):
+        gradwire.decode(pack(payload))
+
+
+def test_any_buffer_decodes():
+    data = frame()
+    expected = gradwire.decode(data)
+    for buffer in (bytearray(data), memoryview(data), np.frombuffer(data, dtype=np.uint8)):
+        assert torch.equal(gradwire.decode(buffer), expected)
+    for wrong in ("text", None, 5, np.frombuffer(data, dtype=np.uint8)[::2]):
+        with pytest.raises(ConfigError, match="`data` must be bytes-like"):
+            gradwire.decode(wrong)
+
+
+def mutations(rng, data):
+    """One mutated copy: flipped bits, overwritten, cut, inserted or swapped bytes, sometimes resealed."""
+    changed = bytearray(data)
+    for _ in range(rng.integers(1, 4)):
+        # Half of the changes go to the header, where the interesting fields are.
+        end = max(1, len(changed) if rng.random() < 0.5 else min(len(changed), 100))
+        at = int(rng.integers(0, end))
+        match rng.integers(0, 5):
+            case 0:
+                changed[at] ^= 1 << int(rng.integers(0, 8))
+            case 1:
+                changed[at] = int(rng.choice([0, 1, 2, 127, 128, 255]))
+            case 2:
+                del changed[at : at + int(rng.integers(1, 9))]
+            case 3:
+                changed[at:at] = rng.bytes(int(rng.integers(1, 9)))
+            case 4:
+                changed[at : at + 8] = struct.pack("<Q", int(rng.integers(0, 1 << 40)))
+    if len(changed) >= 48 and rng.random() < 0.8:
+        struct.pack_into("<Q", changed, 40, len(changed))
+        return resealed(bytes(changed))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_decoder_fed_a_hundred_thousand_mutated_payloads_only_ever_raises_its_own_errors(part):
+    rng = np.random.default_rng(part)
+    seeds = [gradwire.encode(CONTENTS["heavy tails"](n).view(n // 7, 7), c, key=KEY) for c in CODECS for n in (7, 140)]
+    refused = 0
+    for _ in range(25_000):
+        data = mutations(rng, seeds[rng.integers(0, len(seeds))])
+        try:
+            tensor = gradwire.decode(data, max_bytes=1 << 16)
+        except WireError:
+            refused += 1
+        except NonFiniteError:
+            pass  # the flag was flipped
+        except GradwireError as error:
+            pytest.fail(f"{type(error).__name__} instead of WireError: {error}\n{data!r}")
+        else:
+            assert bool(torch.isfinite(tensor).all())
+    assert refused > 10_000
