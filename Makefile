@@ -34,7 +34,7 @@ docs: $(READY)  ## the site, into site/
 	$(BIN)/mkdocs build --strict
 
 golden: $(READY)  ## freeze the bytes of codecs that have no golden file yet; old ones are never rewritten
-	$(BIN)/python tests/golden/freeze.py
+	$(BIN)/python -m tests.golden.freeze
 
 clean:
 	rm -rf .venv build dist site

@@ -24,7 +24,7 @@ def encode(tensor: Tensor, codec: str | Codec, *, key: Key = Key()) -> bytes:  #
 
     >>> import torch
     >>> len(encode(torch.zeros(1000), "topk:0.01+int8"))
-    126
+    120
     """
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"`tensor` must be a torch.Tensor; got {type(tensor).__name__}.")
@@ -39,7 +39,7 @@ def decode(data: Any, *, max_bytes: int = wire.MAX_DECODED_BYTES) -> Tensor:
     Anything that is not such bytes raises ``WireError``, as does a tensor of more than ``max_bytes``.
 
     >>> import torch
-    >>> decode(encode(torch.tensor([[1.0, -2.0]]), "int8"))
+    >>> decode(encode(torch.tensor([[1.0, -2.0]]), "bf16"))
     tensor([[ 1., -2.]])
     """
     payload = wire.unpack(data, max_bytes=max_bytes)

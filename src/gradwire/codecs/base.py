@@ -90,7 +90,7 @@ class Codec(ABC):
     >>> codec = gradwire.codec("int4:block=64")
     >>> payload, state = codec.encode(torch.linspace(-1, 1, 5))
     >>> codec.decode(payload)
-    tensor([-1.0000, -0.4297,  0.0000,  0.4297,  1.0000])
+    tensor([-0.9980, -0.5703,  0.0000,  0.5703,  0.9980])
     """
 
     id: ClassVar[str]

@@ -26,7 +26,7 @@ class FP8(Codec):
 
     >>> import gradwire
     >>> gradwire.decode(gradwire.encode(torch.tensor([1e-3, 0.5, -1.0]), "fp8:e4m3"))
-    tensor([ 0.0010,  0.4911, -0.9821])
+    tensor([ 9.7466e-04,  4.9902e-01, -9.9805e-01])
     """
 
     id: ClassVar[str] = "fp8"

@@ -97,7 +97,7 @@ class Int8(_Integer):
 
     >>> import gradwire
     >>> gradwire.decode(gradwire.encode(torch.tensor([0.1, -1.0, 0.0]), "int8"))
-    tensor([ 0.1025, -1.0000,  0.0000])
+    tensor([ 0.1024, -0.9999,  0.0000])
     """
 
     id: ClassVar[str] = "int8"

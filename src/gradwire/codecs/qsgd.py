@@ -25,7 +25,7 @@ class QSGD(Codec):
 
     >>> import gradwire
     >>> gradwire.codec("qsgd:4").contractive()
-    QSGD(levels=4, block=128, shrink=0.26120387496374144)
+    QSGD(levels=4, block=128, shrink=0.26120...)
     """
 
     id: ClassVar[str] = "qsgd"

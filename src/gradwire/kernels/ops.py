@@ -15,8 +15,8 @@ Every backend computes every op here to the same bytes as ``reference``. What ma
 Blocks: an op on blocks of B (a power of two, 16 to 65,536) treats the tensor as flat; the last block may be short.
 A block whose largest magnitude is below ``FLOOR`` decodes to zeros, which keeps 1 / scale finite.
 
-Scales: ``scale_dtype`` is float32 or bfloat16. A scale that follows the maximum is rounded up to bfloat16, so that
-no code exceeds the largest; others to nearest. No scale times its largest code exceeds the float32 range.
+Scales: ``scale_dtype`` is float32 or bfloat16, to nearest; with stochastic rounding up, so that no code is cut off,
+which would bias it. No scale times its largest code exceeds the float32 range.
 
 Random bits: Philox-4x32-10. Key: the 64-bit seed. Counter: (c, bucket, step mod 2**32, step div 2**32 times 256 +
 stream). Element i is word (i mod 64) div 16 of counter c = (i div 64) * 16 + i mod 16, which lets vector code

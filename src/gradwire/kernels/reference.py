@@ -155,7 +155,7 @@ def quantize_blocks(
     limit = 2 ** (bits - 1) - 1
     rows = _blocks(x, block)
     scale = _mse_scale(rows, bits, limit) if scaling == "mse" else _absmax(rows) / float(limit)
-    stored = _store_scale(scale, scale_dtype, limit, up=scaling != "mse")
+    stored = _store_scale(scale, scale_dtype, limit, up=scaling == "stochastic")
     codes = rows * _inverse(stored)
     codes = _round(codes, key, x.numel()) if scaling == "stochastic" else torch.round(codes)
     codes = codes.clamp(-limit, limit) + limit
@@ -189,7 +189,7 @@ def quantize_float8(x: Tensor, form: str, block: int, scale_dtype: torch.dtype) 
     dtype = _FLOAT8[form]
     limit = torch.finfo(dtype).max
     rows = _blocks(x, block)
-    stored = _store_scale(_absmax(rows) / limit, scale_dtype, limit, up=True)
+    stored = _store_scale(_absmax(rows) / limit, scale_dtype, limit, up=False)
     codes = (rows * _inverse(stored)).clamp(-limit, limit).to(dtype)
     return codes.view(torch.uint8).view(-1)[: x.numel()], stored
 

@@ -32,8 +32,8 @@ def best_codec(spec: TensorSpec, ratio: float, *, quantize: bool = True, sparsif
     1.01 none
     0.3 int8
     0.15 int4
-    0.08 int2
-    0.01 topk:0.02...+int4
+    0.08 topk:0.377+int4
+    0.01 topk:0.0363+int2
     """
     if not ratio > 0:
         raise ConfigError(f"`ratio` must be above 0; got {ratio}.")
@@ -59,12 +59,12 @@ def _candidates(spec: TensorSpec, budget: float, quantize: bool, sparsify: bool)
 
 
 def _largest_density(spec: TensorSpec, budget: float, values: str) -> float:
-    """The largest density of three significant digits that fits; 0 if none does."""
+    """The largest density up to a half, of three significant digits, that fits; 0 if none does."""
 
     def fits(density: float) -> bool:
         return codec(f"topk:{density:.3g}{values}").layout(spec).nbytes <= budget
 
-    low, high = 0.5 / max(1, spec.numel), 1.0
+    low, high = 0.5 / max(1, spec.numel), 0.5
     if not fits(low):
         return 0.0
     while high / low > 1.001:

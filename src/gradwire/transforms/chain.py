@@ -24,7 +24,7 @@ class Chain(Codec):
     >>> import gradwire, torch
     >>> data = gradwire.encode(torch.tensor([0.1, -3.0, 2.0, 0.2]), "topk:0.5+int8")
     >>> gradwire.decode(data)
-    tensor([ 0.0000, -3.0000,  1.9922,  0.0000])
+    tensor([ 0.0000, -3.0076,  1.9893,  0.0000])
     """
 
     id: ClassVar[str] = "chain"
