@@ -207,10 +207,11 @@ def pack(payload: Payload) -> bytes:
     return bytes(frame)
 
 
-def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES) -> Payload:
+def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = False) -> Payload:
     """Payload of a frame. Every field is checked before it is used; the parts are copies.
 
-    ``data`` is ``bytes`` or anything with a buffer. A frame of more than ``max_bytes`` decoded is refused.
+    ``data`` is ``bytes`` or anything with a buffer. A frame of more than ``max_bytes`` decoded is refused. With
+    ``padded`` more bytes may follow the frame, as in a buffer of the layout's size.
 
     >>> import gradwire
     >>> unpack(gradwire.encode(torch.ones(4), "int8")).spec
@@ -229,6 +230,8 @@ def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES) -> Payload:
         raise WireError(f"not a gradwire payload: it starts with {bytes(magic)!r}, not {MAGIC!r}.")
     if version != VERSION:
         raise WireError(f"unknown version: this gradwire reads version {VERSION}; got {version}.")
+    if padded and _FIXED.size <= total <= len(view):
+        view = view[:total]
     if total != len(view):
         problem = "truncated" if total > len(view) else "oversized"
         raise WireError(f"{problem}: the header says {total} bytes; got {len(view)}.")

@@ -1,0 +1,5 @@
+"""The command line: ``gradwire --help``."""
+
+from gradwire.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -32,7 +32,11 @@ _DEFAULT_KEY: Final = Key()
 
 @dataclass(frozen=True)
 class Part:
-    """One flat array of a payload."""
+    """One flat array of a payload.
+
+    >>> Part("codes", torch.uint8, 1000).nbytes
+    1000
+    """
 
     name: str
     dtype: torch.dtype
@@ -50,6 +54,11 @@ class Layout:
 
     ``nbytes`` is the length of the whole frame, header included: what ``gradwire.encode`` returns. If ``exact`` is
     false it is an upper bound.
+
+    >>> import gradwire
+    >>> layout = gradwire.codec("int4").layout(gradwire.TensorSpec((1000,)))
+    >>> layout.header_nbytes, layout.body_nbytes, layout.nbytes
+    (80, 516, 596)
     """
 
     parts: tuple[Part, ...]
@@ -72,6 +81,10 @@ class Laws:
     """What a codec promises of x̂ = decode(encode(x)); the conformance suite holds it to this.
 
     Expectations are over keys. Both inequalities are for any x, up to an absolute error of 1e-30 an element.
+
+    >>> import gradwire
+    >>> gradwire.codec("topk:0.25").laws(gradwire.TensorSpec((1000,))).contraction
+    0.25
     """
 
     unbiased: bool = False  # E[x̂] = x

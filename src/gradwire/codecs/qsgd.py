@@ -42,7 +42,7 @@ class QSGD(Codec):
     @classmethod
     def examples(cls) -> tuple[Codec, ...]:
         """Coarse, middling and fine levels, and the contractive form."""
-        return cls(1), cls(16), cls(127), cls(4).contractive()
+        return cls(), cls(1), cls(127), cls(4).contractive()
 
     def _omega(self) -> float:
         return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)

@@ -39,6 +39,10 @@ def register(cls: C) -> C:
 
     Packages outside gradwire name their module as an entry point of the group ``gradwire.codecs``; it is imported
     when a name is not known here.
+
+    >>> from gradwire.codecs.topk import TopK
+    >>> register(TopK) is registered()["topk"]
+    True
     """
     known = _registry.setdefault(cls.id, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):

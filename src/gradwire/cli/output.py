@@ -1,0 +1,56 @@
+"""Where the commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["JsonOption", "console", "errors", "print_json", "show", "size", "table"]
+
+console = Console()
+errors = Console(stderr=True)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def table(title: str, columns: Mapping[str, str], rows: Iterable[Iterable[str]], caption: str | None = None) -> Table:
+    """A table; ``columns`` maps each heading to ``left`` or ``right``.
+
+    >>> table("t", {"codec": "left", "bits": "right"}, [["int8", "8.06"]]).row_count
+    1
+    """
+    result = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for heading, justify in columns.items():
+        result.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def show(what: Table) -> None:
+    """Print a table in full: in a pipe or a narrow terminal its cells are not cut."""
+    needed = console.measure(what, options=console.options.update(max_width=400)).maximum
+    Console(width=max(needed, console.width)).print(what)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people.
+
+    >>> size(999), size(1_234_567)
+    ('999 B', '1.2 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -1,0 +1,128 @@
+"""``gradwire train``: a built-in training with compressed gradients."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
+from gradwire.clusters import run_workers
+from gradwire.codecs import codec as make_codec
+from gradwire.errors import ConfigError
+from gradwire.extras import require
+from gradwire.tasks import TASKS
+
+__all__ = ["train"]
+
+
+def train(
+    task: Annotated[str, typer.Option(help=f"What to train: {', '.join(TASKS)}.")] = "digits",
+    codec: Annotated[
+        str, typer.Option(help="How gradients travel, for example int8, int4, topk:0.01+int8, none.")
+    ] = "int4",
+    workers: Annotated[int, typer.Option(help="Worker processes, joined over loopback.")] = 2,
+    epochs: Annotated[int, typer.Option(help="Passes over the training data.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Images in a worker's batch.")] = 32,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal runs.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Train with gradients compressed between real worker processes, and say what it cost and what it reached."""
+    settings = _settings(task, codec, workers, epochs, batch_size, seed)
+    run = _Run()
+    with _progress() as progress:
+        bar = progress.add_task("starting workers", total=None)
+        for event in run_workers("gradwire.tasks.worker", settings, workers):
+            run.take(event)
+            if event["event"] == "start":
+                progress.update(bar, total=event["steps"])
+            elif event["event"] == "step":
+                progress.update(
+                    bar, completed=event["step"], description=f"epoch {event['epoch'] + 1}  loss {event['loss']:.4f}"
+                )
+    if as_json:
+        print_json({"settings": {**settings, "workers": workers}, **run.result()})
+    else:
+        show(run.table(task, workers, epochs))
+
+
+def _settings(task: str, codec: str, workers: int, epochs: int, batch_size: int, seed: int) -> dict[str, Any]:
+    """The checked settings; a mistake is said before any worker starts."""
+    if task not in TASKS:
+        raise ConfigError(f"`--task` must be one of {', '.join(TASKS)}; got {task!r}.")
+    images = 1437  # of the digits' training split
+    if not 1 <= workers <= 64:
+        raise ConfigError(f"`--workers` must be from 1 to 64; got {workers}.")
+    if epochs < 1:
+        raise ConfigError(f"`--epochs` must be at least 1; got {epochs}.")
+    if not 1 <= batch_size <= images // workers:
+        raise ConfigError(
+            f"`--batch-size` must be from 1 to {images // workers} with {workers} workers; got {batch_size}."
+        )
+    if seed < 0:
+        raise ConfigError(f"`--seed` must be at least 0; got {seed}.")
+    require("sklearn.datasets", purpose="the digits task")
+    name = str(make_codec(codec))
+    return {"task": task, "codec": name, "epochs": epochs, "batch_size": batch_size, "seed": seed}
+
+
+class _Run:
+    """What the workers said, added up."""
+
+    def __init__(self) -> None:
+        self.start: dict[str, Any] = {}
+        self.done: dict[str, Any] = {}
+        self.losses: list[float] = []
+        self.sent_bytes = self.dense_sent_bytes = 0
+
+    def take(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            self.losses.append(event["loss"])
+            self.sent_bytes += event["sent_bytes"]
+            self.dense_sent_bytes += event["dense_sent_bytes"]
+        else:
+            setattr(self, event["event"], event)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "codec": self.start["codec"],
+            "parameters": self.start["parameters"],
+            "steps": len(self.losses),
+            "first_loss": self.losses[0],
+            "train_loss": self.losses[-1],
+            "test_loss": self.done["test_loss"],
+            "test_accuracy": self.done["test_accuracy"],
+            "sent_bytes": self.sent_bytes,
+            "fp32_bytes": self.dense_sent_bytes,
+            "ratio": self.sent_bytes / self.dense_sent_bytes if self.dense_sent_bytes else None,
+            "seconds": self.done["seconds"],
+        }
+
+    def table(self, task: str, workers: int, epochs: int) -> Any:
+        r = self.result()
+        ratio = f"  = {r['ratio']:.3f} of float32's {size(r['fp32_bytes'])}" if r["ratio"] is not None else ""
+        rows = [
+            ("model", f"{r['parameters']:,} parameters"),
+            ("gradients travel as", r["codec"]),
+            ("training loss", f"{r['first_loss']:.4f} -> {r['train_loss']:.4f}"),
+            ("test loss", f"{r['test_loss']:.4f}"),
+            ("test accuracy", f"{r['test_accuracy']:.2%}"),
+            ("bytes sent a worker", f"{size(r['sent_bytes'])}{ratio}"),
+            ("time", f"{r['seconds']:.1f} s, {1000 * r['seconds'] / r['steps']:.0f} ms a step"),
+            ("replicas", "bit-identical on all workers" if workers > 1 else "one worker"),
+        ]
+        return table(
+            f"{task}: {workers} workers, {epochs} epochs, {r['steps']} steps", {"": "left", "result": "left"}, rows
+        )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=errors,  # so that standard output is the result alone
+        transient=True,
+    )

@@ -1,0 +1,98 @@
+"""Ranks as processes of this machine, joined over loopback."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from gradwire.errors import PeerError
+
+__all__ = ["run_workers"]
+
+_LOOPBACK: Final = "lo0" if sys.platform == "darwin" else "lo"
+_GRACE_S: Final = 5.0  # how long the others may take to notice that a worker is gone
+
+
+def run_workers(module: str, settings: Mapping[str, Any], workers: int) -> Iterator[dict[str, Any]]:
+    """Run ``python -m module SETTINGS`` once a rank and yield the JSON events rank 0 prints.
+
+    When a worker fails the others are ended, and :class:`PeerError` says which rank failed first and how.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
+        processes = [_start(module, settings, rank, workers, folder) for rank in range(workers)]
+        stack.callback(_end, processes)
+        watch = _Watch(processes)
+        watch.start()
+        output = processes[0].stdout
+        assert output is not None
+        with output:
+            for line in output:
+                yield json.loads(line)
+        watch.join()
+        if watch.failed is not None:
+            raise PeerError(_story(watch.failed, processes[watch.failed], folder))
+
+
+def _start(module: str, settings: Mapping[str, Any], rank: int, workers: int, folder: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "GRADWIRE_RENDEZVOUS": str(folder / "rendezvous"),
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    with (folder / f"stderr-{rank}").open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(dict(settings))],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=errors,
+            text=True,
+        )
+
+
+class _Watch(threading.Thread):
+    """Waits for all workers, and ends the others soon after one has failed: they may be waiting for it."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+        super().__init__(daemon=True)
+        self.processes = processes
+        self.failed: int | None = None  # the rank to blame
+
+    def run(self) -> None:
+        deadline = math.inf
+        while any(p.poll() is None for p in self.processes) and time.monotonic() < deadline:
+            if deadline == math.inf and any(p.poll() for p in self.processes):
+                deadline = time.monotonic() + _GRACE_S
+            time.sleep(0.02)
+        failed = [rank for rank, p in enumerate(self.processes) if p.poll()]
+        if failed:  # rather one that was killed than one that noticed
+            self.failed = min(failed, key=lambda rank: (self.processes[rank].returncode > 0, rank))
+            _end(self.processes)
+
+
+def _end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _story(rank: int, process: subprocess.Popen[str], folder: Path) -> str:
+    code = process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    errors = (folder / f"stderr-{rank}").read_text().strip().splitlines()
+    return f"worker {rank} {how}" + (f": {errors[-1]}" if errors else ".")

@@ -1,0 +1,134 @@
+"""The commands as a person types them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.cli import main
+
+
+def run(*arguments, status=0):
+    result = subprocess.run(
+        [sys.executable, "-m", "gradwire", *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == status, result.stderr
+    return result
+
+
+def train(*arguments):
+    return json.loads(run("train", "--json", *arguments).stdout)
+
+
+def test_train_learns_the_task_with_an_eighth_of_the_bytes():
+    result = train("--epochs", "2")
+    assert result["codec"] == "int4"
+    assert result["test_accuracy"] > 0.9
+    assert result["ratio"] < 0.135
+    assert result["steps"] == 44
+
+
+def test_equal_seeds_give_equal_runs_and_feedback_is_on_for_sparse_codecs():
+    short = ("--epochs", "1", "--batch-size", "180", "--codec", "topk:0.05+int8", "--seed", "3")
+    first, second = train(*short), train(*short)
+    assert first["codec"] == "ef(topk:0.05+int8)"
+    assert first["ratio"] < 0.04
+    del first["seconds"], second["seconds"]
+    assert first == second
+
+
+def test_train_prints_a_table_for_people():
+    out = run("train", "--epochs", "1", "--batch-size", "300").stdout
+    for words in ("test accuracy", "bytes sent a worker", "of float32's", "bit-identical on all workers", "ms a step"):
+        assert words in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--codec", "int5"], "error: unknown codec 'int5'; did you mean"),
+        (["--codec", "topk:3"], "error: `topk(density=...)` must be in (0, 1]; got 3.0."),
+        (["--task", "imagenet"], "error: `--task` must be one of digits; got 'imagenet'."),
+        (["--workers", "0"], "error: `--workers` must be from 1 to 64; got 0."),
+        (["--epochs", "0"], "error: `--epochs` must be at least 1; got 0."),
+        (["--batch-size", "1000"], "error: `--batch-size` must be from 1 to 718 with 2 workers; got 1000."),
+        (["--seed", "-1"], "error: `--seed` must be at least 0; got -1."),
+    ],
+)
+def test_a_wrong_option_is_told_what_is_allowed_before_anything_starts(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gradwire", "train", *arguments])
+    with pytest.raises(SystemExit) as status:
+        main()
+    assert status.value.code == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.fixture
+def payload(tmp_path):
+    file = tmp_path / "gradient.gw"
+    file.write_bytes(gradwire.encode(torch.randn(100, 100), "topk:0.01+int8", key=gradwire.Key(1, 2, 3)))
+    return file
+
+
+def test_inspect_prints_header_codec_and_sizes(payload):
+    out = run("inspect", str(payload)).stdout
+    for words in (
+        "topk:0.01+int8",
+        "(100, 100) float32",
+        "seed 1, step 2, bucket 3",
+        "values.scales",
+        "indices",
+        "313",
+    ):
+        assert words in out
+    facts = json.loads(run("inspect", str(payload), "--json").stdout)
+    assert facts["frame_bytes"] == payload.stat().st_size == facts["header_bytes"] + facts["body_bytes"]
+    assert sum(part["bytes"] for part in facts["parts"]) == facts["body_bytes"]
+
+
+def test_inspect_of_a_codec_that_is_not_registered_still_shows_the_header(payload):
+    from ..test_wire import resealed
+
+    payload.write_bytes(resealed(payload.read_bytes().replace(b"topk", b"tapk")))
+    out = run("inspect", str(payload)).stdout
+    assert "tapk:0.01+int8  (not registered here)" in out
+    assert "part 2" in out
+
+
+def test_inspect_says_what_is_wrong_with_a_file(payload, tmp_path):
+    payload.write_bytes(payload.read_bytes()[:-1])
+    assert "truncated: the header says 313 bytes; got 312" in run("inspect", str(payload), status=1).stderr
+    assert "cannot be read: No such file" in run("inspect", str(tmp_path / "nothing"), status=2).stderr
+
+
+def test_bench_weighs_every_codec():
+    rows = json.loads(run("bench", "codecs", "--bytes", "--elements", "250000", "--json").stdout)["codecs"]
+    by_name = {row["codec"]: row for row in rows}
+    for name, row in by_name.items():
+        frame = len(gradwire.encode(torch.randn(500, 500), name))
+        if row["exact"]:
+            assert row["bits_per_element"] == 8 * frame / 250_000
+        if row["index_over_entropy"] is not None:
+            assert 1 <= row["index_over_entropy"] <= 1.1
+    ids = {name.split(":")[0].split("(")[0].split("+")[0] for name in by_name}
+    assert ids >= set(gradwire.registered()) - {"chain", "ef", "ef21", "dgc", "warmup"}
+    table = run("bench", "codecs", "--bytes", "--codec", "int4", "--codec", "topk:0.01").stdout
+    assert "4.1257" in table
+    assert "1.058" in table
+
+
+def test_bench_times_codecs_against_a_copy():
+    result = json.loads(
+        run("bench", "codecs", "--elements", "10000", "--codec", "int8", "--repeats", "2", "--json").stdout
+    )
+    assert result["codecs"][0]["encode_gb_s"] > 0
+    assert "encode / copy" in run("bench", "codecs", "--elements", "10000", "--codec", "int8").stdout
+
+
+def test_help_and_version():
+    assert "train" in run("--help").stdout
+    assert run("--version").stdout.strip() == f"gradwire {gradwire.__version__}"
+    assert "Usage" in run("bench", "codecs", "--help").stdout

@@ -1,0 +1,77 @@
+"""Rules of the tree that no linter here checks."""
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+import gradwire
+from gradwire.extras import EXTRAS, require
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src" / "gradwire").rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_codecs_transforms_and_kernels_never_communicate(path):
+    if path.parent.name in ("codecs", "transforms", "kernels") or path.name == "wire.py":
+        assert not [name for name in imports(path) if name.startswith("torch.distributed")]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_unpickled(path):
+    text = path.read_text()
+    assert "torch.load" not in text
+    assert "allow_pickle" not in text
+    assert "pickle" not in " ".join(imports(path))
+
+
+def test_importing_gradwire_imports_nothing_optional():
+    optional = [name.split(".")[0] for names in EXTRAS.values() for name in names]
+    program = f"import sys, gradwire; print([m for m in {optional} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_every_extra_is_declared_and_a_missing_one_is_named():
+    assert set(EXTRAS) | {"dev"} == set(PROJECT["optional-dependencies"])
+    with pytest.raises(
+        gradwire.MissingExtraError, match=r"streaming needs 'grpc.nothing'.*pip install 'gradwire\[serve\]'"
+    ):
+        require("grpc.nothing", purpose="streaming")
+
+
+def test_core_dependencies_are_the_five():
+    names = {d.split(">")[0] for d in PROJECT["dependencies"]}
+    assert names == {"torch", "numpy", "safetensors", "typer", "rich"}
+
+
+def test_the_version_is_said_once():
+    assert PROJECT["version"] == gradwire.__version__
+
+
+@pytest.mark.parametrize("name", sorted(gradwire.__all__))
+def test_every_top_level_name_has_a_docstring_with_an_example(name):
+    doc = getattr(gradwire, name).__doc__ or ""
+    assert ">>>" in doc, f"gradwire.{name} has no example"
+
+
+def test_every_public_name_exists():
+    for info in pkgutil.walk_packages(gradwire.__path__, "gradwire."):
+        if not info.name.endswith(("__main__", "_native")):
+            module = importlib.import_module(info.name)
+            assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == []

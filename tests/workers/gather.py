@@ -1,0 +1,48 @@
+"""A rank that reduces tensors, some of them wrong on purpose."""
+
+import json
+import zlib
+
+import torch
+
+import gradwire
+from gradwire import GradwireError, Key
+from gradwire.collectives import Gather
+
+from .base import main
+
+
+def body(settings, rank, ranks):
+    return json.dumps([reduce(case, rank, ranks) for case in settings["cases"]])
+
+
+def reduce(settings, rank, ranks):
+    gather = Gather()
+    codec = gradwire.codec(settings["codec"])
+    step = 1
+    x = torch.randn(300, generator=torch.Generator().manual_seed(rank)).view(15, 20)
+    match settings.get("wrong") if rank == 1 else None:
+        case "codec":
+            codec = gradwire.codec("int8:block=64")
+        case "step":
+            step = 2
+        case "nan":
+            x[3, 3] = torch.nan
+        case "shape":
+            x = x.view(20, 15)
+    state = codec.init(gradwire.TensorSpec.of(x))
+    try:
+        if settings.get("wrong") == "codec":
+            gather.agree(str(codec))
+        reduced = gather.reduce(x, codec, state, Key(0, step, 7)).wait()
+    except GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    distance = 0.0
+    if settings["codec"] == "none":
+        xs = [torch.randn(300, generator=torch.Generator().manual_seed(r)).view(15, 20) for r in range(ranks)]
+        distance = float((sum(xs) / ranks - reduced.mean).abs().max())
+    return f"{zlib.crc32(reduced.mean.numpy().tobytes())} {reduced.sent_bytes} {reduced.dense_sent_bytes} {distance}"
+
+
+if __name__ == "__main__":
+    main(body)
