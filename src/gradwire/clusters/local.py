@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from gradwire.collectives.rank import RENDEZVOUS
 from gradwire.errors import PeerError
 
 __all__ = ["run_workers"]
@@ -49,7 +50,7 @@ def _start(module: str, settings: Mapping[str, Any], rank: int, workers: int, fo
     environment = os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(workers),
-        "GRADWIRE_RENDEZVOUS": str(folder / "rendezvous"),
+        RENDEZVOUS: str(folder / "rendezvous"),
         "GLOO_SOCKET_IFNAME": _LOOPBACK,
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwire import wire
 from gradwire.codecs import Codec, State
 from gradwire.collectives.base import Reduced
+from gradwire.collectives.rank import all_gather
 from gradwire.errors import NonFiniteError, PeerError, WireError
 from gradwire.wire import Key, Payload, TensorSpec
 
@@ -36,7 +37,7 @@ class Gather:
         text = what.encode()[:_LINE_BYTES]
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         lines = torch.empty(dist.get_world_size(self.group) * _LINE_BYTES, dtype=torch.uint8)
-        dist.all_gather_into_tensor(lines, mine, group=self.group)
+        all_gather(lines, mine, group=self.group)
         said = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines.view(-1, _LINE_BYTES)]
         for rank, line in enumerate(said):
             if line != said[0]:
@@ -51,7 +52,7 @@ class Gather:
         data = wire.pack(payload)
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         frames = torch.empty(ranks * size, dtype=torch.uint8)
-        work = dist.all_gather_into_tensor(frames, frame, group=self.group, async_op=True)
+        work = all_gather(frames, frame, group=self.group, async_op=True)
         return _PendingGather(work, frames.view(ranks, size), codec, payload.spec, key, next_state)
 
 

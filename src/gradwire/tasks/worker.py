@@ -7,12 +7,10 @@ a line to standard output: an event for each step, and a last one with the resul
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import zlib
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.collectives import Gather
+from gradwire.collectives.rank import run_rank
 from gradwire.errors import PeerError
 from gradwire.reducer import GradientReducer
 from gradwire.tasks import TASKS
@@ -38,25 +37,12 @@ class Settings:
     epochs: int = 4
     batch_size: int = 32
     seed: int = 0
-    timeout_s: float = 60.0
 
 
 def main() -> None:
     """Train as the rank the environment says."""
     settings = Settings(**json.loads(sys.argv[1]))
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['GRADWIRE_RENDEZVOUS']}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=settings.timeout_s),
-    )
-    try:
-        _train(settings, rank, ranks)
-    finally:
-        dist.destroy_process_group()
+    run_rank(lambda rank, ranks: _train(settings, rank, ranks))
 
 
 def _train(settings: Settings, rank: int, ranks: int) -> None:
@@ -77,7 +63,7 @@ def _train(settings: Settings, rank: int, ranks: int) -> None:
             traffic = reducer.reduce(step)
             optimizer.step()
             step += 1
-            _report(rank, event="step", step=step, epoch=epoch, loss=float(loss), **asdict(traffic))
+            _report(rank, event="step", step=step, epoch=epoch, loss=loss.item(), **asdict(traffic))
     seconds = time.perf_counter() - started
     test_loss, accuracy = _evaluate(model, test_images, test_labels)
     _check_replicas(model, ranks)
