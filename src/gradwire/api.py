@@ -9,6 +9,7 @@ from torch import Tensor
 from gradwire import wire
 from gradwire.codecs import Codec
 from gradwire.codecs import codec as make_codec
+from gradwire.codecs.base import DEFAULT_KEY
 from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
 from gradwire.wire import Key
@@ -16,7 +17,7 @@ from gradwire.wire import Key
 __all__ = ["decode", "encode"]
 
 
-def encode(tensor: Tensor, codec: str | Codec, *, key: Key = Key()) -> bytes:  # noqa: B008
+def encode(tensor: Tensor, codec: str | Codec, *, key: Key = DEFAULT_KEY) -> bytes:
     """Bytes of a tensor. They say which codec they are of, and decode anywhere.
 
     ``tensor`` is float32, float16 or bfloat16, of any shape; ``key`` is the source of random bits. State, as error

@@ -50,11 +50,11 @@ class GradientReducer:
         what: str | Codec,
         collective: Collective,
         *,
-        key: Key = Key(),  # noqa: B008
+        seed: int = 0,
     ) -> None:
         self.codec = for_training(what)
         self.collective = collective
-        self.seed = key
+        self.seed = seed
         self.large = {n: p for n, p in parameters.items() if p.dim() > 1 and p.numel() >= SMALL}
         self.small = {n: p for n, p in parameters.items() if n not in self.large}
         # Sizes on the wire follow from codec and shapes: once these agree, no rank can send what another cannot take.
@@ -70,9 +70,9 @@ class GradientReducer:
         together = torch.cat(
             [_gradient(p).reshape(-1).to(torch.float32) for p in self.small.values()] or [torch.empty(0)]
         )
-        pending = [self.collective.reduce(together, dense, {}, Key(self.seed.seed, step, 0))]
+        pending = [self.collective.reduce(together, dense, {}, Key(self.seed, step, 0))]
         for bucket, (name, parameter) in enumerate(self.large.items(), start=1):
-            key = Key(self.seed.seed, step, bucket)
+            key = Key(self.seed, step, bucket)
             pending.append(self.collective.reduce(_gradient(parameter), self.codec, self.states[name], key))
         results = [p.wait() for p in pending]
         self._apply(results)

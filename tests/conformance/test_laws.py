@@ -274,9 +274,15 @@ def test_every_carrier_chains_with_every_quantizer(carrier: Codec, backend):
             assert_within_bound(chain, x, gradwire.decode(data), KEY, f"{chain} of {content}")
 
 
-@plain_codec
-def test_ten_million_elements(codec, backend):
-    x = heavy(3163 * 3162).view(3163, 3162)
+# All in float32; of each kind of codec one in bfloat16 too.
+TEN_MILLION = [(c, torch.float32) for c in PLAIN] + [
+    (cls.examples()[0], torch.bfloat16) for cls in gradwire.registered().values() if cls.examples()[0] in PLAIN
+]
+
+
+@pytest.mark.parametrize(("codec", "dtype"), TEN_MILLION, ids=str)
+def test_ten_million_elements(codec, dtype, backend):
+    x = heavy(3163 * 3162).view(3163, 3162).to(dtype)
     payload, _ = codec.encode(x, key=KEY)
     layout = codec.layout(payload.spec)
     assert payload.nbytes == layout.nbytes if layout.exact else payload.nbytes <= layout.nbytes

@@ -51,7 +51,7 @@ def _settings(task: str, codec: str, workers: int, epochs: int, batch_size: int,
     """The checked settings; a mistake is said before any worker starts."""
     if task not in TASKS:
         raise ConfigError(f"`--task` must be one of {', '.join(TASKS)}; got {task!r}.")
-    images = 1437  # of the digits' training split
+    images = TASKS[task].train_images
     if not 1 <= workers <= 64:
         raise ConfigError(f"`--workers` must be from 1 to 64; got {workers}.")
     if epochs < 1:

@@ -8,6 +8,7 @@ tensors; shapes, dtypes, non-finite values, checks and the payload are handled h
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from abc import ABC, abstractmethod
@@ -23,11 +24,11 @@ from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
 from gradwire.wire import Key, Payload, TensorSpec, header_nbytes
 
-__all__ = ["EMPTY", "Carrier", "Codec", "Laws", "Layout", "Part", "State"]
+__all__ = ["DEFAULT_KEY", "EMPTY", "Carrier", "Codec", "Laws", "Layout", "Part", "State"]
 
 State: TypeAlias = Mapping[str, Tensor | int]
 EMPTY: Final[State] = MappingProxyType({})
-_DEFAULT_KEY: Final = Key()
+DEFAULT_KEY: Final = Key()
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,8 @@ class Codec(ABC):
 
     def __post_init__(self) -> None:
         """Check the types of the fields; a subclass checks their ranges after calling this."""
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), hints[field.name]
+        for field, kind in fields_of(type(self)).values():
+            value = getattr(self, field.name)
             if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
                 object.__setattr__(self, field.name, float(value))
                 self._require(field.name, math.isfinite(value), "a finite number")
@@ -209,7 +209,7 @@ class Codec(ABC):
         """State before the first step: tensors and integers by name. Most codecs have none."""
         return EMPTY
 
-    def encode(self, x: Tensor, state: State = EMPTY, key: Key = _DEFAULT_KEY) -> tuple[Payload, State]:
+    def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
         """Encode a tensor; the state comes in and goes out, nothing is changed in place.
 
         NaN and Inf do not raise here, because ranks must agree on what to do: they are encoded as 0,
@@ -230,14 +230,19 @@ class Codec(ABC):
         _check_target("acc", acc, payload.spec)
         acc.add_(self._values(payload).view(acc.shape))
 
-    def encode_feedback(self, x: Tensor, residual: Tensor, decay: float, key: Key) -> tuple[Payload, Tensor]:
-        """Encode e = x + decay * residual; return the payload and e - x̂, or the old residual if e is not finite."""
-        kept = residual.view(-1) if decay == 1.0 else residual.view(-1) * decay
-        e = _flat(x) + kept
-        payload = self._payload(e, TensorSpec.of(x), key)
+    def encode_feedback(
+        self, x: Tensor, residual: Tensor, spec: TensorSpec, key: Key, decay: float = 1.0
+    ) -> tuple[Payload, Tensor]:
+        """Encode e = x + decay * residual as a tensor of that spec; return the payload and e - x̂.
+
+        If e is not finite the residual comes back as it was.
+        """
+        kept = _flat(residual)
+        e = _flat(x) + (kept if decay == 1.0 else kept * decay)
+        payload = self._payload(e, spec, key)
         if int(payload.nonfinite):
             return payload, residual
-        return payload, (e - self._values(payload)).view(residual.shape)
+        return payload, (e - self._values(payload)).view(spec.shape)
 
     def finish(self, mean: Tensor, state: State) -> tuple[Tensor, State]:
         """What the mean of all ranks' decoded payloads stands for; most codecs: the mean itself."""
@@ -330,6 +335,13 @@ class Carrier(Codec):
         if values.numel() != count:
             raise WireError(f"{self} declares {count} values; the payload has {values.numel()}.")
         return self._join(values.to(torch.float32), structure, spec, key)
+
+
+@functools.cache
+def fields_of(cls: type[Codec]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """A codec's parameters: name -> (field, type)."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def _flat(x: Tensor) -> Tensor:

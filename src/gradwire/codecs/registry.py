@@ -15,12 +15,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import typing
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, Final, NoReturn, TypeVar
 
-from gradwire.codecs.base import Codec
+from gradwire.codecs.base import Codec, fields_of
 from gradwire.errors import ConfigError
 
 __all__ = ["codec", "register", "registered"]
@@ -99,15 +98,10 @@ def _class(name: str) -> type[Codec]:
     return _registry[name]
 
 
-def _fields(cls: type[Codec]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: (f, hints[f.name]) for f in dataclasses.fields(cls)}
-
-
 def _build(cls: type[Codec], arguments: Mapping[str, Any]) -> Codec:
     missing = [
         name
-        for name, (field, _) in _fields(cls).items()
+        for name, (field, _) in fields_of(cls).items()
         if name not in arguments and field.default is dataclasses.MISSING
     ]
     if missing:
@@ -127,12 +121,12 @@ def _from_config(config: Mapping[str, Any]) -> Codec:
 
 
 def _known(cls: type[Codec], key: str) -> None:
-    if key not in _fields(cls):
+    if key not in fields_of(cls):
         raise ConfigError(f"`{cls.id}` has no parameter {key!r}; {_usage(cls)}")
 
 
 def _usage(cls: type[Codec]) -> str:
-    fields = _fields(cls)
+    fields = fields_of(cls)
     return f"its parameters: {', '.join(fields)}." if fields else "it has no parameters."
 
 
@@ -182,13 +176,13 @@ class _Parser:
         return result
 
     def wrapped_field(self, cls: type[Codec]) -> str:
-        wrapped = [name for name, (_, kind) in _fields(cls).items() if kind is Codec]
+        wrapped = [name for name, (_, kind) in fields_of(cls).items() if kind is Codec]
         if len(wrapped) != 1:
             raise ConfigError(f"`{cls.id}` wraps no codec, so no parentheses may follow it.")
         return wrapped[0]
 
     def params(self, cls: type[Codec]) -> dict[str, Any]:
-        fields = _fields(cls)
+        fields = fields_of(cls)
         positional = [name for name, (f, kind) in fields.items() if not f.kw_only and kind is not Codec]
         arguments: dict[str, Any] = {}
         while True:

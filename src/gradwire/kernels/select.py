@@ -12,15 +12,15 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 from gradwire.errors import ConfigError
-from gradwire.kernels import native, reference
+from gradwire.kernels import reference
 
 __all__ = ["available", "backends", "implementation", "op", "use"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_BACKENDS: Final[dict[str, ModuleType]] = {"reference": reference, "native": native}
-_PREFERRED: Final = {"cpu": ("native", "reference")}  # by device type; every other device: reference
+_BACKENDS: Final[dict[str, ModuleType]] = {"reference": reference}
+_PREFERRED: Final[dict[str, tuple[str, ...]]] = {}  # by device type; a device that is not listed: the reference
 _OPS: Final[list[str]] = []
 _forced: ContextVar[str | None] = ContextVar("gradwire_backend", default=None)
 

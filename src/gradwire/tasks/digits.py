@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from gradwire.extras import require
 
 __all__ = ["Digits", "DigitsCNN"]
 
-_TEST_IMAGES: Final = 360
+_TRAIN_IMAGES: Final = 1437
 
 
 class DigitsCNN(nn.Module):
@@ -43,6 +43,7 @@ class DigitsCNN(nn.Module):
 class Digits:
     """The task: model, optimizer, batches and evaluation. Equal seeds give equal runs."""
 
+    train_images: ClassVar[int] = _TRAIN_IMAGES
     seed: int = 0
     batch_size: int = 32
     learning_rate: float = 0.02
@@ -53,7 +54,7 @@ class Digits:
         small = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
         images, labels = F.interpolate(small, scale_factor=4), torch.tensor(digits.target)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
-        train, test = order[:-_TEST_IMAGES], order[-_TEST_IMAGES:]
+        train, test = order[:_TRAIN_IMAGES], order[_TRAIN_IMAGES:]
         return images[train], labels[train], images[test], labels[test]
 
     def model(self) -> nn.Module:
@@ -65,13 +66,13 @@ class Digits:
         """SGD with momentum."""
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
 
-    def steps(self, images: int, ranks: int) -> int:
+    def steps(self, ranks: int) -> int:
         """Steps of an epoch: every rank has whole batches of its own."""
-        return images // (self.batch_size * ranks)
+        return self.train_images // (self.batch_size * ranks)
 
-    def batches(self, epoch: int, images: int, rank: int, ranks: int) -> Iterator[Tensor]:
+    def batches(self, epoch: int, rank: int, ranks: int) -> Iterator[Tensor]:
         """Indices of this rank's batches of an epoch: ranks share a shuffle and take turns in it."""
-        order = torch.randperm(images, generator=torch.Generator().manual_seed(self.seed * 10_007 + epoch))
-        for step in range(self.steps(images, ranks)):
+        order = torch.randperm(self.train_images, generator=torch.Generator().manual_seed(self.seed * 10_007 + epoch))
+        for step in range(self.steps(ranks)):
             start = (step * ranks + rank) * self.batch_size
             yield order[start : start + self.batch_size]

@@ -23,7 +23,6 @@ from gradwire.collectives.rank import run_rank
 from gradwire.errors import PeerError
 from gradwire.reducer import GradientReducer
 from gradwire.tasks import TASKS
-from gradwire.wire import Key
 
 __all__ = ["Settings", "main"]
 
@@ -50,13 +49,13 @@ def _train(settings: Settings, rank: int, ranks: int) -> None:
     images, labels, test_images, test_labels = task.data()
     model = task.model()
     optimizer = task.optimizer(model)
-    reducer = GradientReducer(dict(model.named_parameters()), settings.codec, Gather(), key=Key(settings.seed))
-    total, step = settings.epochs * task.steps(len(labels), ranks), 0
+    reducer = GradientReducer(dict(model.named_parameters()), settings.codec, Gather(), seed=settings.seed)
+    total, step = settings.epochs * task.steps(ranks), 0
     parameters = sum(p.numel() for p in model.parameters())
     _report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=str(reducer.codec))
     started = time.perf_counter()
     for epoch in range(settings.epochs):
-        for batch in task.batches(epoch, len(labels), rank, ranks):
+        for batch in task.batches(epoch, rank, ranks):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images[batch]), labels[batch])
             loss.backward()  # type: ignore[no-untyped-call]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import EMPTY, Codec, State
+from gradwire.codecs.base import DEFAULT_KEY, EMPTY, Codec, State
 from gradwire.codecs.registry import codec, register
 from gradwire.transforms.base import SenderTransform, state_tensor
 from gradwire.wire import Key, Payload, TensorSpec
@@ -60,10 +60,10 @@ class ErrorFeedback(SenderTransform):
         """A residual of zeros."""
         return {"residual": torch.zeros(spec.shape, device=device)}
 
-    def encode(self, x: Tensor, state: State = EMPTY, key: Key = Key()) -> tuple[Payload, State]:  # noqa: B008
+    def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
         """Encode with the residual; without a state, from zeros."""
         residual = state_tensor(self, state, "residual", x)
-        payload, residual = self.inner.encode_feedback(x, residual, self.decay, key)
+        payload, residual = self.inner.encode_feedback(x, residual, TensorSpec.of(x), key, self.decay)
         return payload, {"residual": residual}
 
 
@@ -103,15 +103,17 @@ class EF21(SenderTransform):
             "mean": torch.zeros(spec.shape, device=device),
         }
 
-    def encode(self, x: Tensor, state: State = EMPTY, key: Key = Key()) -> tuple[Payload, State]:  # noqa: B008
+    def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
         """Encode the difference to this rank's estimate; without a state, from zeros."""
         estimate = state_tensor(self, state, "estimate", x)
         # The residual x - estimate - decoded says by how much the new estimate misses x.
-        payload, missed = self.inner.encode_feedback(x, -estimate, 1.0, key)
+        payload, missed = self.inner.encode_feedback(x, -estimate, TensorSpec.of(x), key)
         if int(payload.nonfinite):
             return payload, state
-        updated: dict[str, Any] = {"mean": state_tensor(self, state, "mean", x)}
-        return payload, {"estimate": x.detach().to(torch.float32) - missed, **updated}
+        return payload, {
+            "estimate": x.detach().to(torch.float32) - missed,
+            "mean": state_tensor(self, state, "mean", x),
+        }
 
     def finish(self, mean: Tensor, state: State) -> tuple[Tensor, State]:
         """Add the mean change to the mean estimate."""

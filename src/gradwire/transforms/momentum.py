@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import EMPTY, Codec, State
+from gradwire.codecs.base import DEFAULT_KEY, EMPTY, Codec, State
 from gradwire.codecs.registry import codec, register
 from gradwire.transforms.base import SenderTransform, state_tensor
 from gradwire.wire import Key, Payload, TensorSpec
@@ -50,11 +50,11 @@ class MomentumCorrection(SenderTransform):
             "unsent": torch.zeros(spec.shape, device=device),
         }
 
-    def encode(self, x: Tensor, state: State = EMPTY, key: Key = Key()) -> tuple[Payload, State]:  # noqa: B008
+    def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
         """Encode the accumulated velocity; without a state, from zeros."""
         velocity = state_tensor(self, state, "velocity", x) * self.momentum + x.detach().to(torch.float32)
         before = state_tensor(self, state, "unsent", x)
-        payload, unsent = self.inner.encode_feedback(velocity.to(x.dtype), before, 1.0, key)
+        payload, unsent = self.inner.encode_feedback(velocity, before, TensorSpec.of(x), key)
         if int(payload.nonfinite):
             return payload, state
         sent = self.inner._values(payload).view(x.shape) != 0
