@@ -1,9 +1,12 @@
 """Bytes: what is written comes back, and what was not written is refused with a reason."""
 
+import dataclasses
+import re
 import struct
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -156,12 +159,49 @@ def test_a_flagged_payload_raises_wherever_it_is_decoded():
         gradwire.decode(pack(payload))
 
 
+@pytest.mark.parametrize("codec", ["ef(int8)", "ef21(int8)", "dgc(topk:0.5)", "warmup:5(topk:0.5)"])
+def test_a_frame_cannot_name_a_transform_of_the_sender(codec):
+    payload, _ = gradwire.codec("int8").encode(torch.ones(4))
+    with pytest.raises(WireError, match=r"the payload's codec cannot be used here"):
+        gradwire.decode(pack(dataclasses.replace(payload, codec=codec)))
+
+
+@pytest.mark.parametrize("shape", [(0, 2**32, 2**32), (2**32, 2**32, 0), (0, 2**63)])
+def test_an_impossible_empty_shape_is_oversized(shape):
+    payload, _ = gradwire.codec("none").encode(torch.ones(0))
+    data = pack(payload)
+    changed = data[:13] + bytes([len(shape)]) + data[14:48] + struct.pack(f"<{len(shape)}Q", *shape) + data[56:]
+    header = (48 + 8 * (len(shape) + 1) + 4 + 7) // 8 * 8
+    changed = changed[:10] + struct.pack("<H", header) + changed[12:40] + struct.pack("<Q", len(changed)) + changed[48:]
+    with pytest.raises(WireError, match="oversized: the header declares"):
+        gradwire.decode(resealed(changed))
+
+
+def test_an_unflagged_infinity_of_16_bits_is_found():
+    payload, _ = gradwire.codec("none").encode(torch.ones(4, dtype=torch.float16))
+    bad = dataclasses.replace(payload, parts=(torch.full((4,), torch.inf, dtype=torch.float16),))
+    with pytest.raises(WireError, match="decodes to NaN or Inf"):
+        gradwire.decode(pack(bad))
+
+
+def test_the_table_of_the_docs_is_that_of_the_docstring():
+    def rows(text, pattern):
+        found = re.findall(pattern, text, re.MULTILINE)
+        return [(a.strip(" |"), " ".join(b.replace("`", "").split())) for a, b in found]
+
+    docs = (Path(__file__).parent.parent / "docs" / "wire-format.md").read_text()
+    in_docs = rows(docs, r"^\| (\d+) \| [\d D]+ \| (.*) \|$")
+    in_code = rows(gradwire.wire.__doc__, r"^(\d+)      ?[\d D]+ {3,5}(.*)$")
+    assert in_docs == in_code
+    assert len(in_docs) == 15
+
+
 def test_any_buffer_decodes():
     data = frame()
     expected = gradwire.decode(data)
     for buffer in (bytearray(data), memoryview(data), np.frombuffer(data, dtype=np.uint8)):
         assert torch.equal(gradwire.decode(buffer), expected)
-    for wrong in ("text", None, 5, np.frombuffer(data, dtype=np.uint8)[::2]):
+    for wrong in ("text", None, 5, np.zeros(3, "M8[s]"), np.frombuffer(data, dtype=np.uint8)[::2]):
         with pytest.raises(ConfigError, match="`data` must be bytes-like"):
             gradwire.decode(wrong)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire import wire
 from gradwire.codecs import Codec
 from gradwire.codecs import codec as make_codec
-from gradwire.codecs.base import DEFAULT_KEY
+from gradwire.codecs.base import DEFAULT_KEY, saturating
 from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
 from gradwire.wire import Key
@@ -27,8 +27,8 @@ def encode(tensor: Tensor, codec: str | Codec, *, key: Key = DEFAULT_KEY) -> byt
     >>> len(encode(torch.zeros(1000), "topk:0.01+int8"))
     120
     """
-    if not isinstance(tensor, Tensor):
-        raise ConfigError(f"`tensor` must be a torch.Tensor; got {type(tensor).__name__}.")
+    if not isinstance(key, Key):
+        raise ConfigError(f"`key` must be a gradwire.Key; got {type(key).__name__}.")
     payload, _ = make_codec(codec).encode(tensor, key=key)
     payload.check_finite()
     return wire.pack(payload)
@@ -46,11 +46,11 @@ def decode(data: Any, *, max_bytes: int = wire.MAX_DECODED_BYTES) -> Tensor:
     payload = wire.unpack(data, max_bytes=max_bytes)
     try:
         decoder = make_codec(payload.codec)
+        if str(decoder) != payload.codec:
+            raise WireError(f"the payload's codec is {payload.codec!r}, which is not written as '{decoder}' is.")
+        values = decoder._values(payload)
     except ConfigError as error:
         raise WireError(f"the payload's codec cannot be used here: {error}") from error
-    if str(decoder) != payload.codec:
-        raise WireError(f"the payload's codec is {payload.codec!r}, which is not written as '{decoder}' is.")
-    tensor = decoder.decode(payload)
-    if int(ops.count_nonfinite(tensor)):
+    if int(ops.count_nonfinite(values)):
         raise WireError(f"corrupt: a payload of {decoder} that says it is finite decodes to NaN or Inf.")
-    return tensor
+    return saturating(values, payload.spec.dtype).view(payload.spec.shape)

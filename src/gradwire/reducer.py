@@ -58,7 +58,7 @@ class GradientReducer:
         self.large = {n: p for n, p in parameters.items() if p.dim() > 1 and p.numel() >= SMALL}
         self.small = {n: p for n, p in parameters.items() if n not in self.large}
         # Sizes on the wire follow from codec and shapes: once these agree, no rank can send what another cannot take.
-        shapes = {name: list(p.shape) for name, p in parameters.items()}
+        shapes = {name: (*p.shape, p.dtype) for name, p in parameters.items()}
         collective.agree(
             f"codec {self.codec}, {len(shapes)} parameters with checksum {crc32(repr(shapes).encode()):08x}"
         )

@@ -55,8 +55,10 @@ __all__ = ["MAX_DECODED_BYTES", "VERSION", "Key", "Payload", "TensorSpec", "head
 
 MAGIC: Final = b"GRDW"
 VERSION: Final = 1
-MAX_DECODED_BYTES: Final = 1 << 32
-"""Default limit on the tensor a frame may decode to: a few bytes can declare a huge sparse tensor."""
+MAX_DECODED_BYTES: Final = 1 << 30
+"""Default limit on the tensor a frame may decode to: a few bytes can declare a huge sparse tensor.
+
+Decoding takes working memory besides, up to about twenty times the tensor for codecs with randomness."""
 
 _FIXED: Final = struct.Struct("<4sIBBHBBBBHHIQQQ")
 _NON_FINITE: Final = 1
@@ -83,8 +85,9 @@ class TensorSpec:
         if self.dtype not in FLOAT_DTYPES:
             allowed = ", ".join(_name(d) for d in FLOAT_DTYPES)
             raise ConfigError(f"`dtype` must be one of {allowed}; got {_name(self.dtype)}.")
-        if len(self.shape) > 255 or any(d < 0 for d in self.shape):
-            raise ConfigError(f"`shape` must have at most 255 dimensions, none negative; got {self.shape}.")
+        sizes = isinstance(self.shape, tuple) and all(isinstance(d, int) and d >= 0 for d in self.shape)
+        if not sizes or len(self.shape) > 255:
+            raise ConfigError(f"`shape` must be a tuple of at most 255 sizes; got {self.shape!r}.")
 
     @property
     def numel(self) -> int:
@@ -119,8 +122,8 @@ class Key:
     def __post_init__(self) -> None:
         for name, bits in (("seed", 64), ("step", 56), ("bucket", 32)):
             value = getattr(self, name)
-            if not 0 <= value < 1 << bits:
-                raise ConfigError(f"`Key({name}=...)` must be in [0, 2**{bits}); got {value}.")
+            if not isinstance(value, int) or not 0 <= value < 1 << bits:
+                raise ConfigError(f"`Key({name}=...)` must be a whole number in [0, 2**{bits}); got {value!r}.")
 
     def fold(self, number: int) -> Key:
         """Key of another stream of random bits, for example one a rank (splitmix64 of the seed)."""
@@ -145,7 +148,7 @@ class Payload:
     spec: TensorSpec
     key: Key
     parts: tuple[Tensor, ...]  # each 1-D and contiguous, in the order of the codec's layout
-    nonfinite: Tensor  # how many values were NaN or Inf; 0-d, on the tensor's device, so CUDA need not wait
+    nonfinite: Tensor  # how many values were NaN or Inf, -1: some; 0-d on the tensor's device, so CUDA need not wait
 
     @property
     def body_nbytes(self) -> int:
@@ -160,6 +163,8 @@ class Payload:
     def check_finite(self) -> None:
         """Raise :class:`NonFiniteError` if the encoded tensor held NaN or Inf."""
         count = int(self.nonfinite)
+        if count < 0:
+            raise NonFiniteError("the sender found NaN or Inf in the tensor.")
         if count:
             raise NonFiniteError(f"{count} of {self.spec.numel} values are NaN or Inf.")
 
@@ -217,9 +222,11 @@ def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = Fals
     >>> unpack(gradwire.encode(torch.ones(4), "int8")).spec
     TensorSpec(shape=(4,), dtype=torch.float32)
     """
+    if not isinstance(max_bytes, int) or max_bytes < 0:
+        raise ConfigError(f"`max_bytes` must be a whole number of bytes; got {max_bytes!r}.")
     try:
         view = memoryview(data).cast("B")
-    except TypeError:
+    except (TypeError, ValueError, BufferError):
         raise ConfigError(f"`data` must be bytes-like and contiguous; got {type(data).__name__}.") from None
     if len(view) < _FIXED.size:
         raise WireError(f"truncated: a payload has at least {_FIXED.size} bytes; got {len(view)}.")
@@ -251,9 +258,11 @@ def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = Fals
         codec = bytes(view[tables_end : tables_end + codec_length]).decode("ascii")
     except UnicodeDecodeError:
         raise WireError("corrupt header: the codec string is not ASCII.") from None
+    if not codec.isprintable():
+        raise WireError("corrupt header: the codec string is not printable.")
     if step >= 1 << 56:
         raise WireError(f"corrupt header: the step must be below 2**56; got {step}.")
-    nonfinite = torch.tensor(1 if flags & _NON_FINITE else 0)
+    nonfinite = torch.tensor(-1 if flags & _NON_FINITE else 0)
     return Payload(codec, spec, Key(seed, step, bucket), _parts(view[header:], entries), nonfinite)
 
 
@@ -261,8 +270,8 @@ def _spec(shape: tuple[int, ...], dtype: int, max_bytes: int) -> TensorSpec:
     if dtype >= len(_DTYPES) or _DTYPES[dtype] not in FLOAT_DTYPES:
         raise WireError(f"corrupt header: unknown tensor dtype code {dtype}.")
     spec = TensorSpec(shape, _DTYPES[dtype])
-    # Each dimension too: an empty tensor of shape (0, 2**63) has no bytes but no tensor can have that shape.
-    if spec.nbytes > max_bytes or any(d > max_bytes for d in shape):
+    # Of an empty tensor too: no tensor can have the shape (0, 2**63).
+    if math.prod(d for d in shape if d) * spec.dtype.itemsize > max_bytes:
         raise WireError(
             f"oversized: the header declares a tensor of shape {shape}, {spec.nbytes} bytes; "
             f"the limit is {max_bytes} (`max_bytes`)."

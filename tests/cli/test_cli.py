@@ -55,7 +55,8 @@ def test_train_prints_a_table_for_people():
         (["--workers", "0"], "error: `--workers` must be from 1 to 64; got 0."),
         (["--epochs", "0"], "error: `--epochs` must be at least 1; got 0."),
         (["--batch-size", "1000"], "error: `--batch-size` must be from 1 to 718 with 2 workers; got 1000."),
-        (["--seed", "-1"], "error: `--seed` must be at least 0; got -1."),
+        (["--seed", "9999999999"], "error: `--seed` must be from 0 to 2147483647"),
+        (["--seed", "-1"], "error: `--seed` must be from 0 to 2147483647; got -1."),
     ],
 )
 def test_a_wrong_option_is_told_what_is_allowed_before_anything_starts(arguments, message, monkeypatch, capsys):
@@ -96,6 +97,16 @@ def test_inspect_of_a_codec_that_is_not_registered_still_shows_the_header(payloa
     out = run("inspect", str(payload)).stdout
     assert "tapk:0.01+int8  (not registered here)" in out
     assert "part 2" in out
+
+
+def test_inspect_shows_markup_as_it_is(tmp_path):
+    from ..test_wire import resealed
+
+    file = tmp_path / "a[b].gw"
+    file.write_bytes(resealed(gradwire.encode(torch.ones(4), "int8").replace(b"int8", b"[/x]")))
+    out = run("inspect", str(file)).stdout
+    assert "a[b].gw" in out
+    assert "[/x]  (not registered here)" in out
 
 
 def test_inspect_says_what_is_wrong_with_a_file(payload, tmp_path):

@@ -45,6 +45,11 @@ def test_a_worker_that_cannot_start_is_named_with_its_last_words():
         list(run_workers("gradwire.tasks.worker", {"codec": "nope"}, 2))
 
 
+def test_the_worker_that_failed_is_blamed_not_the_one_that_noticed():
+    with pytest.raises(PeerError, match=r"^worker 1 exited with status 1: ValueError: the real cause"):
+        list(run_workers("tests.workers.failing", {}, 2))
+
+
 def test_a_reader_that_stops_early_leaves_no_process():
     events = run_workers("gradwire.tasks.worker", SETTINGS, 2)
     next(e for e in events if e["event"] == "step")

@@ -14,6 +14,7 @@ import gradwire
 from gradwire import ConfigError
 from gradwire.codecs import integer, registry
 from gradwire.codecs.none import NoCompression
+from gradwire.codecs.threshold import Threshold
 from gradwire.codecs.topk import TopK
 from gradwire.transforms import Chain, ErrorFeedback, Rotate, WarmUp
 
@@ -27,6 +28,8 @@ from gradwire.transforms import Chain, ErrorFeedback, Rotate, WarmUp
         ("topk:density=0.01", TopK(0.01)),
         ("topk:1", TopK(1.0)),
         ("topk:1e-3", TopK(0.001)),
+        ("threshold:1e+20", Threshold(1e20)),
+        ("threshold:1e+20+int8", Chain(Threshold(1e20), integer.Int8())),
         ("topk:0.01+int8", Chain(TopK(0.01), integer.Int8())),
         ("ef(topk:0.01+int8)", ErrorFeedback(Chain(TopK(0.01), integer.Int8()))),
         ("ef:decay=0.9(topk:0.01)", ErrorFeedback(TopK(0.01), decay=0.9)),
@@ -66,6 +69,9 @@ def test_a_string_means_a_codec(text, expected):
         ("topk:0.1+topk:0.1", r"`chain\(values=...\)` must be a codec that keeps every value"),
         ("topk:0.1+", r"expected a codec name at position 9"),
         ("topk:0.1 + int8", r"expected the end, '\+' or '\(' at position 8"),
+        ("chain(int8)", r"`chain` is written with '\+', as in topk:0.01\+int8"),
+        ("topk:0.1+rotate(threshold:1)", r"`chain\(values=...\)` must be a codec that keeps every value"),
+        ("rotate(rotate(int8))", r"`rotate\(inner=...\)` must be a codec that does not rotate itself"),
         ("int8(int4)", r"`int8` wraps no codec, so no parentheses may follow it"),
         ("ef", r"`ef` needs `inner`"),
         ("ef(int8", r"expected '\)' at position 7"),
@@ -76,7 +82,7 @@ def test_a_string_means_a_codec(text, expected):
         ("dgc:momentum=1(topk:0.1)", r"`dgc\(momentum=...\)` must be in \[0, 1\)"),
         ("warmup:10(int8)", r"`warmup\(inner=...\)` must be a codec with a density"),
         ("warmup:0(topk:0.1)", r"`warmup\(steps=...\)` must be at least 1"),
-        ("rotate(" * 9 + "int8" + ")" * 9, r"nests at most 8 deep"),
+        ("ef(" * 9 + "int8" + ")" * 9, r"nests at most 8 deep"),
         ("int8" * 500, r"at most 1024 characters"),
     ],
 )
@@ -117,6 +123,28 @@ def test_a_dtype_no_codec_takes_is_named(dtype):
         gradwire.encode(torch.zeros(3, dtype=dtype), "int8")
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gradwire.encode(torch.ones(2), "int8", key=5), r"`key` must be a gradwire.Key; got int"),
+        (lambda: gradwire.encode(torch.ones(2).to_sparse(), "int8"), r"`tensor` must be dense .* got torch.sparse_coo"),
+        (lambda: gradwire.encode(torch.ones(2, device="meta"), "int8"), r"`tensor` must be dense .* on meta"),
+        (lambda: gradwire.codec("int8").encode([1.0]), r"`tensor` must be a torch.Tensor; got list"),
+        (lambda: gradwire.Key(seed=1.5), r"`Key\(seed=...\)` must be a whole number in \[0, 2\*\*64\); got 1.5"),
+        (lambda: gradwire.Key(step=-1), r"`Key\(step=...\)` must be a whole number"),
+        (lambda: gradwire.TensorSpec(5), r"`shape` must be a tuple of at most 255 sizes; got 5"),
+        (lambda: gradwire.TensorSpec((3.5,)), r"`shape` must be a tuple"),
+        (lambda: gradwire.decode(b"", max_bytes=None), r"`max_bytes` must be a whole number of bytes; got None"),
+        (lambda: gradwire.best_codec((1000,), 0.5), r"`spec` must be a TensorSpec; got tuple"),
+        (lambda: gradwire.best_codec(gradwire.TensorSpec((9,)), "x"), r"`ratio` must be a number above 0; got 'x'"),
+        (lambda: gradwire.codec({"codec": "topk", "density": 10**400}), r"`topk\(density=...\)` must be a finite"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
 def test_what_is_no_tensor_is_named():
     with pytest.raises(ConfigError, match=r"`tensor` must be a torch.Tensor; got list"):
         gradwire.encode([1.0, 2.0], "int8")
@@ -135,6 +163,14 @@ def test_an_id_cannot_be_taken_twice():
         @dataclass(frozen=True)
         class Other(NoCompression):
             id: ClassVar[str] = "int8"
+
+
+def test_a_broken_plugin_is_named_and_takes_nothing_down(monkeypatch):
+    entry = EntryPoint("broken", "no_such_module_here", "gradwire.codecs")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(registry, "_plugins_loaded", False)
+    with pytest.warns(RuntimeWarning, match=r"codec plugin 'broken' \(no_such_module_here\) could not be loaded"):
+        assert "int8" in gradwire.registered()
 
 
 def test_a_codec_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):

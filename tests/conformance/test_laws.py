@@ -231,6 +231,27 @@ def test_error_feedback_loses_nothing(codec, dtype, backend):
     assert missing <= 25 * 2.0**-22 * largest
 
 
+@every_codec
+def test_nothing_returned_is_the_memory_of_something_else(codec, backend):
+    x, spec = heavy(600).clone().view(20, 30), TensorSpec((20, 30))
+    payload, state = codec.encode(x, codec.init(spec), KEY)
+    expected = codec.decode(payload)
+    mean, state = codec.finish(codec.decode(payload), state)
+    kept = {k: v.clone() for k, v in state.items()}
+    x.fill_(7.0)
+    mean.fill_(7.0)
+    codec.decode(payload).fill_(7.0)
+    assert torch.equal(codec.decode(payload), expected)
+    assert all(same_bits(state[k], kept[k]) for k in kept)
+
+
+@plain_codec
+def test_a_contractive_variant_has_a_contraction(codec):
+    law = codec.contractive().laws(TensorSpec((40, 50)))
+    # Errors in the factors of a low-rank chain multiply: it promises none.
+    assert law.contraction is not None or not law.exact_bytes
+
+
 @plain_codec
 def test_error_feedback_stays_bounded_for_a_contraction(codec, backend):
     ef = feedback(codec)
@@ -260,6 +281,7 @@ def test_state_goes_in_and_comes_out_and_is_not_changed_in_place(codec, backend)
 CARRIERS = [c for c in PLAIN if isinstance(c, Carrier)]
 QUANTIZERS = [cls.examples()[0] for cls in gradwire.registered().values()]
 QUANTIZERS = [q for q in QUANTIZERS if q in PLAIN and not isinstance(q, Carrier | Chain)]
+QUANTIZERS += [gradwire.codec("rotate(sign)"), gradwire.codec("rotate(int2)")]
 
 
 @pytest.mark.parametrize("carrier", CARRIERS, ids=ids)
@@ -270,8 +292,10 @@ def test_every_carrier_chains_with_every_quantizer(carrier: Codec, backend):
         for content in ("normal", "one spike", "zeros"):
             x = CONTENTS[content](1200).view(30, 40)
             data = gradwire.encode(x, chain, key=KEY)
+            y = gradwire.decode(data)
             assert len(data) <= chain.layout(TensorSpec.of(x)).nbytes
-            assert_within_bound(chain, x, gradwire.decode(data), KEY, f"{chain} of {content}")
+            assert_within_bound(chain, x, y, KEY, f"{chain} of {content}")
+            assert content != "zeros" or not y.any()
 
 
 # All in float32; of each kind of codec one in bfloat16 too.

@@ -125,7 +125,7 @@ def log2_binomial(n, k):
     return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
 
 
-@pytest.mark.parametrize("n", [100_000, 1_000_000, 25_000_000])
+@pytest.mark.parametrize("n", [50_000, 100_000, 1_000_000, 25_000_000])
 def test_indices_cost_at_most_a_tenth_more_than_entropy(n):
     for density in np.geomspace(0.001, 0.1, 60):
         k = round(density * n)
@@ -135,7 +135,7 @@ def test_indices_cost_at_most_a_tenth_more_than_entropy(n):
 @given(st.integers(1, 100_000), st.floats(0, 1))
 def test_the_cheaper_of_bitmap_and_code_is_chosen(n, density):
     k = round(density * n)
-    assert sparse.index_nbytes(n, k) <= -(-n // 8) + 1
+    assert sparse.index_nbytes(n, k) <= -(-n // 8)
 
 
 @pytest.mark.parametrize("block", [16, 64, 256])
@@ -159,6 +159,19 @@ def test_error_on_a_gaussian(bits, most, seed):
     assert (x - y).square().sum() / x.square().sum() <= most
 
 
+def test_a_short_block_is_as_good_as_a_whole_one():
+    x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
+    for bits in (2, 3):
+        pairs = []
+        for block in (16, 4096):
+            ys = []
+            for row in x:
+                codes, scales = ops.quantize_blocks(row, bits, block, torch.float32, "mse", Key())
+                ys.append(ops.dequantize_blocks(codes, scales, bits, block, 16))
+            pairs.append(torch.stack(ys))
+        assert torch.equal(*pairs)
+
+
 def test_the_least_squares_scale_is_near_the_best_one():
     x = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
     for bits in (2, 3):
@@ -169,6 +182,13 @@ def test_the_least_squares_scale_is_near_the_best_one():
         q = (x[:, None] / candidates[:, :, None]).round().clamp(-limit, limit) * candidates[:, :, None]
         best = (x[:, None] - q).square().sum(dim=2).amin(dim=1)
         assert ours.sum() <= 1.03 * best.sum()
+
+
+def test_the_square_root_is_correctly_rounded():
+    from gradwire.kernels.reference import _sqrt
+
+    x = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0)) * 100
+    assert np.array_equal(_sqrt(x).numpy(), np.sqrt(x.numpy()))
 
 
 def test_a_backend_that_is_not_there_is_named():

@@ -37,5 +37,5 @@ def test_more_bytes_never_mean_more_error():
 def test_what_cannot_be_met_is_said():
     with pytest.raises(ConfigError, match=r"`ratio` 0.1 allows 4 bytes for 10 elements; no codec is that small"):
         best_codec(TensorSpec((10,)), 0.1)
-    with pytest.raises(ConfigError, match=r"`ratio` must be above 0; got 0"):
+    with pytest.raises(ConfigError, match=r"`ratio` must be a number above 0; got 0"):
         best_codec(TensorSpec((10,)), 0)

@@ -65,6 +65,46 @@ def test_ef21_of_two_ranks_finishes_at_the_mean():
     torch.testing.assert_close(means[0], (xs[0] + xs[1]) / 2, atol=1e-5, rtol=1e-4)
 
 
+def test_ef21_sender_and_receivers_do_not_drift_after_a_burst():
+    ef21 = EF21("topk:0.5")
+    small, state, seen = torch.tensor([0.1, 0.2]), ef21.init(TensorSpec((2,))), torch.zeros(2)
+    for x in [small] * 4 + [small * 1e9] + [small] * 20:
+        payload, state = ef21.encode(x, state)
+        seen += ef21.decode(payload)
+        assert torch.equal(seen, state["estimate"])
+    assert torch.allclose(seen, small)
+
+
+def test_ef21_survives_clipping_in_place():
+    ef21, x = EF21("int8"), heavy(500)
+    state = ef21.init(TensorSpec((500,)))
+    for _ in range(5):
+        payload, state = ef21.encode(x, state)
+        mean, state = ef21.finish(ef21.decode(payload), state)
+        error = (mean - x).norm() / x.norm()
+        mean.mul_(0.001)
+    assert error < 1e-3
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "ef(int2:rounding=stochastic)",
+        "ef(rotate(int2:rounding=stochastic))",
+        "ef(qsgd:1)",
+        "dgc(qsgd:1)",
+        "ef(warmup:10(randomk:0.1,unbiased=true))",
+        "dgc(randomk:0.1,unbiased=true)",
+    ],
+)
+def test_feedback_around_an_expanding_codec_does_not_diverge(codec):
+    codec, x = gradwire.codec(codec), heavy(1000)
+    state = codec.init(TensorSpec((1000,)))
+    for step in range(120):
+        _, state = codec.encode(x, state, Key(0, step))
+    assert max(value.norm() for value in state.values()) < 400 * x.norm()
+
+
 def test_decay_forgets():
     ef = gradwire.codec("ef:decay=0.5(threshold:10)")
     state = ef.init(TensorSpec((1,)))
@@ -120,6 +160,8 @@ def test_rotation_of_heavy_tails_is_as_good_as_of_a_gaussian():
         ("randomk:0.1", "ef(randomk:0.1)"),
         ("lowrank:4", "ef(lowrank:4)"),
         ("rotate(int3)", "ef(rotate(int3))"),
+        ("rotate(int4)", "rotate(int4)"),
+        ("warmup:40(topk:0.01)", "ef(warmup:40(topk:0.01))"),
         ("qsgd:16", "qsgd:16"),
         ("natural", "natural"),
         ("ef:decay=0.9(int4)", "ef:decay=0.9(int4)"),

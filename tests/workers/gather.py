@@ -26,10 +26,16 @@ def reduce(settings, rank, ranks):
             codec = gradwire.codec("int8:block=64")
         case "step":
             step = 2
+        case "form":
+            codec = gradwire.codec("bf16")
+        case "sum":
+            pass
         case "nan":
             x[3, 3] = torch.nan
         case "shape":
             x = x.view(20, 15)
+    if settings.get("wrong") == "sum":
+        x = torch.full((15, 20), 3e38)
     state = codec.init(gradwire.TensorSpec.of(x))
     try:
         if settings.get("wrong") == "codec":

@@ -26,6 +26,7 @@ __all__ = ["bench"]
 
 bench = typer.Typer(help="Measure: what codecs weigh, and how fast they are here.", no_args_is_help=True)
 
+_MOST_ELEMENTS: Final = 100_000_000
 _CHAINS: Final = ("topk:0.001", "topk:0.01+int8", "topk:0.01+int4", "blocktopk:0.01+int4", "randomk:0.1+int4")
 _CHAINS_SIZED: Final = (*_CHAINS, "threshold:1+int8", "lowrank:16", "lowrank:16+int8", "rotate(int4)", "rotate(int3)")
 _CHAINS_TIMED: Final = (*_CHAINS, "ef(int4)", "ef(topk:0.01)", "rotate(int4)")
@@ -49,8 +50,10 @@ def codecs(
     as_json: JsonOption = False,
 ) -> None:
     """Every codec on one tensor: bits an element with all metadata, or speed against a copy."""
-    if elements < 1 or repeats < 1:
-        raise ConfigError(f"`--elements` and `--repeats` must be at least 1; got {elements} and {repeats}.")
+    if not 1 <= elements <= _MOST_ELEMENTS:
+        raise ConfigError(f"`--elements` must be from 1 to {_MOST_ELEMENTS}; got {elements}.")
+    if not 1 <= repeats <= 1000:
+        raise ConfigError(f"`--repeats` must be from 1 to 1000; got {repeats}.")
     chosen = [codec(name) for name in only] if only else None
     if sizes:
         _bytes(chosen or _plain_codecs() + [codec(name) for name in _CHAINS_SIZED], _square(elements), as_json)

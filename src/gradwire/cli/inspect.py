@@ -28,9 +28,9 @@ def inspect(
         raise ConfigError(f"`FILE` {str(file)!r} cannot be read: {error.strerror}.") from error
     try:
         payload = wire.unpack(data, max_bytes=1 << 62)
+        facts = _facts(payload, len(data))
     except WireError as error:
         raise WireError(f"{file}: {error}") from error
-    facts = _facts(payload, len(data))
     if as_json:
         print_json(facts)
         return
@@ -57,12 +57,11 @@ def inspect(
 def _facts(payload: wire.Payload, length: int) -> dict[str, Any]:
     spec = payload.spec
     try:
-        names: list[str] = [part.name for part in codec(payload.codec).layout(spec).parts]
+        decoder = codec(payload.codec)
+        decoder._checked_parts(payload)
+        names, known = [part.name for part in decoder.layout(spec).parts], True
     except ConfigError:
-        names = []
-    known = len(names) == len(payload.parts)
-    if not known:
-        names = [f"part {i}" for i in range(len(payload.parts))]
+        names, known = [f"part {i}" for i in range(len(payload.parts))], False
     parts = [
         {
             "name": n,

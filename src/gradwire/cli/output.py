@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["JsonOption", "console", "errors", "print_json", "show", "size", "table"]
 
@@ -29,11 +30,13 @@ def table(title: str, columns: Mapping[str, str], rows: Iterable[Iterable[str]],
     >>> table("t", {"codec": "left", "bits": "right"}, [["int8", "8.06"]]).row_count
     1
     """
-    result = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    # As Text, because a cell may come from a file and must not be read as markup.
+    title_text, caption_text = Text(title), Text(caption) if caption else None
+    result = Table(title=title_text, caption=caption_text, title_justify="left", caption_justify="left")
     for heading, justify in columns.items():
         result.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*(Text(cell) for cell in row))
     return result
 
 

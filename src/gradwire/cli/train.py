@@ -60,8 +60,8 @@ def _settings(task: str, codec: str, workers: int, epochs: int, batch_size: int,
         raise ConfigError(
             f"`--batch-size` must be from 1 to {images // workers} with {workers} workers; got {batch_size}."
         )
-    if seed < 0:
-        raise ConfigError(f"`--seed` must be at least 0; got {seed}.")
+    if not 0 <= seed < 1 << 31:
+        raise ConfigError(f"`--seed` must be from 0 to {(1 << 31) - 1}; got {seed}.")
     require("sklearn.datasets", purpose="the digits task")
     name = str(make_codec(codec))
     return {"task": task, "codec": name, "epochs": epochs, "batch_size": batch_size, "seed": seed}

@@ -33,9 +33,10 @@ def run_workers(module: str, settings: Mapping[str, Any], workers: int) -> Itera
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
         processes = [_start(module, settings, rank, workers, folder) for rank in range(workers)]
-        stack.callback(_end, processes)
-        watch = _Watch(processes)
+        watch = _Watch(processes, folder)
         watch.start()
+        stack.callback(watch.join)  # after all have ended, and before the folder goes
+        stack.callback(_end, processes)
         output = processes[0].stdout
         assert output is not None
         with output:
@@ -68,9 +69,9 @@ def _start(module: str, settings: Mapping[str, Any], rank: int, workers: int, fo
 class _Watch(threading.Thread):
     """Waits for all workers, and ends the others soon after one has failed: they may be waiting for it."""
 
-    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+    def __init__(self, processes: list[subprocess.Popen[str]], folder: Path) -> None:
         super().__init__(daemon=True)
-        self.processes = processes
+        self.processes, self.folder = processes, folder
         self.failed: int | None = None  # the rank to blame
 
     def run(self) -> None:
@@ -80,9 +81,14 @@ class _Watch(threading.Thread):
                 deadline = time.monotonic() + _GRACE_S
             time.sleep(0.02)
         failed = [rank for rank, p in enumerate(self.processes) if p.poll()]
-        if failed:  # rather one that was killed than one that noticed
-            self.failed = min(failed, key=lambda rank: (self.processes[rank].returncode > 0, rank))
+        if failed:
+            self.failed = min(failed, key=self._blame)
             _end(self.processes)
+
+    def _blame(self, rank: int) -> tuple[bool, bool, int]:
+        """The first to blame: one that was killed, then one that failed by itself, then one that noticed."""
+        noticed = "PeerError" in _last_words(self.folder, rank)
+        return self.processes[rank].returncode > 0, noticed, rank
 
 
 def _end(processes: list[subprocess.Popen[str]]) -> None:
@@ -95,5 +101,10 @@ def _end(processes: list[subprocess.Popen[str]]) -> None:
 def _story(rank: int, process: subprocess.Popen[str], folder: Path) -> str:
     code = process.returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    errors = (folder / f"stderr-{rank}").read_text().strip().splitlines()
-    return f"worker {rank} {how}" + (f": {errors[-1]}" if errors else ".")
+    words = _last_words(folder, rank)
+    return f"worker {rank} {how}" + (f": {words}" if words else ".")
+
+
+def _last_words(folder: Path, rank: int) -> str:
+    lines = (folder / f"stderr-{rank}").read_text().strip().splitlines()
+    return lines[-1] if lines else ""

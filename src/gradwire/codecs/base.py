@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import sys
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, TypeAlias
@@ -116,8 +116,8 @@ class Codec(ABC):
         for field, kind in fields_of(type(self)).values():
             value = getattr(self, field.name)
             if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+                self._require(field.name, abs(value) <= sys.float_info.max, "a finite number")
                 object.__setattr__(self, field.name, float(value))
-                self._require(field.name, math.isfinite(value), "a finite number")
             elif kind is float:
                 self._require(field.name, False, "a number")
             elif kind is int:
@@ -215,13 +215,15 @@ class Codec(ABC):
         NaN and Inf do not raise here, because ranks must agree on what to do: they are encoded as 0,
         ``payload.nonfinite`` counts them, and every decode of the payload raises ``NonFiniteError``.
         """
-        return self._payload(_flat(x), TensorSpec.of(x), key), state
+        spec = _spec_of(x)
+        return self._payload(_flat(x), spec, key), state
 
     def decode(self, payload: Payload, out: Tensor | None = None) -> Tensor:
         """The tensor of a payload, in its own shape and dtype, or written into ``out``."""
         spec = payload.spec
         if out is None:
-            return saturating(self._values(payload), spec.dtype).view(spec.shape)
+            values = saturating(self._values(payload), spec.dtype).view(spec.shape)
+            return values.clone() if _shares_memory(values, payload.parts) else values
         _check_target("out", out, spec)
         return out.copy_(saturating(self._values(payload), out.dtype).view(out.shape))
 
@@ -257,7 +259,8 @@ class Codec(ABC):
             flat = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
         parts = self._encode(flat, spec, key)
         order = _wire_order(self._parts(spec))
-        return Payload(str(self), spec, key, tuple(parts[i].contiguous() for i in order), nonfinite)
+        owned = [part.clone() if _shares_memory(part, (flat,)) else part.contiguous() for part in parts]
+        return Payload(str(self), spec, key, tuple(owned[i] for i in order), nonfinite)
 
     def _values(self, payload: Payload) -> Tensor:
         """Decode the values of a payload, after making sure that it is this codec's."""
@@ -344,8 +347,21 @@ def fields_of(cls: type[Codec]) -> dict[str, tuple[dataclasses.Field[Any], Any]]
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
+def _spec_of(x: Tensor) -> TensorSpec:
+    if not isinstance(x, Tensor):
+        raise ConfigError(f"`tensor` must be a torch.Tensor; got {type(x).__name__}.")
+    if x.layout != torch.strided or x.is_meta:
+        raise ConfigError(f"`tensor` must be dense and hold values; got {x.layout} on {x.device}.")
+    return TensorSpec.of(x)
+
+
 def _flat(x: Tensor) -> Tensor:
     return x.detach().reshape(-1).to(torch.float32)
+
+
+def _shares_memory(x: Tensor, others: Iterable[Tensor]) -> bool:
+    storage = x.untyped_storage().data_ptr()
+    return x.numel() > 0 and any(storage == other.untyped_storage().data_ptr() for other in others)
 
 
 def _check_target(name: str, target: Tensor, spec: TensorSpec) -> None:
@@ -358,9 +374,9 @@ def _check_target(name: str, target: Tensor, spec: TensorSpec) -> None:
 
 def saturating(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Float32 values as another float dtype, large ones at its largest instead of Inf."""
-    if values.dtype == dtype:
-        return values
     limit = torch.finfo(dtype).max
+    if dtype.itemsize >= 4:
+        return values.to(dtype)
     return values.clamp(-limit, limit).to(dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -28,6 +29,6 @@ def saturation(x: Tensor, block: int) -> Tensor:
     return torch.where(largest > 2.0**127, largest * 2.0**-6, 0.0)
 
 
-def _per_block(x: Tensor, block: int, reduce: object) -> Tensor:
+def _per_block(x: Tensor, block: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     rows = F.pad(x, (0, -x.numel() % block)).view(-1, block)
-    return reduce(rows).repeat_interleave(block)[: x.numel()]  # type: ignore[operator,no-any-return]
+    return reduce(rows).repeat_interleave(block)[: x.numel()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
@@ -16,6 +17,7 @@ from gradwire.kernels.law import FLOOR
 from gradwire.wire import Key, TensorSpec
 
 _ROUNDINGS: Final = ("nearest", "stochastic")
+_ANY: Final = TensorSpec((1,))  # the laws of integers are the same for all tensors
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,10 @@ class _Integer(Codec):
         if self.rounding == "stochastic":
             return Laws(unbiased=True, contraction=contraction, variance=error, random=True)
         return Laws(contraction=contraction)
+
+    def contractive(self) -> Codec:
+        """Rounding to nearest, where so few levels make the stochastic error larger than the tensor."""
+        return self if self.laws(_ANY).contraction is not None else dataclasses.replace(self, rounding="nearest")
 
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """Half a step, or a step; with the least-squares scale no element moves by more than itself."""

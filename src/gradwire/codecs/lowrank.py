@@ -47,7 +47,7 @@ class LowRank(Carrier):
         rows = spec.shape[0] if len(spec.shape) > 1 else 1
         columns = spec.numel // max(1, rows)
         rank = min(self.rank, rows, columns)
-        return rows, columns, rank if rank * (rows + columns) < spec.numel else 0
+        return rows, columns, rank if 4 * rank * (rows + columns) < spec.nbytes else 0
 
     def laws(self, spec: TensorSpec) -> Laws:
         """A projection: never expands. Matrix products differ in the last bits between machines."""
@@ -94,6 +94,7 @@ class LowRank(Carrier):
         largest = matrix.abs().max()
         unit = matrix / torch.where(largest > 0, largest, 1.0)
         p, _ = torch.linalg.qr(unit @ (unit.T @ (unit @ sketch)))  # one power iteration sharpens the sketch
+        p = torch.where(largest > 0, p, 0.0)  # the factors of zeros are zeros, also after a lossy codec
         q = (p.T @ unit) * largest
         # Factor by factor, so that a block of a quantizer sees values of one magnitude.
         return torch.cat([p.T.reshape(-1), q.reshape(-1)]), ()

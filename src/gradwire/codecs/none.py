@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Laws, Part
+from gradwire.codecs.base import Codec, Laws, Part, saturating
 from gradwire.codecs.registry import register
 from gradwire.wire import Key, TensorSpec
 
@@ -37,7 +37,7 @@ class NoCompression(Codec):
         return (Part("values", spec.dtype, spec.numel),)
 
     def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        return (x.to(spec.dtype),)
+        return (saturating(x, spec.dtype),)
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         return parts[0].to(torch.float32)

@@ -77,15 +77,15 @@ class RandomK(Carrier):
         return ops.select_random(spec.numel, self._count(spec), key, device=device)
 
     def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
-        values = x[self._indices(spec, key, x.device)]
-        if self.unbiased and values.numel():
-            each, extra = divmod(spec.numel, values.numel())
-            lengths = each + (torch.arange(values.numel(), device=x.device) < extra).to(torch.float32)
-            limit = torch.finfo(torch.float32).max
-            values = (values * lengths).clamp(-limit, limit)
-        return values, ()
+        return x[self._indices(spec, key, x.device)], ()
 
     def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        if self.unbiased and values.numel():
+            # Here and not before they travel: in 16 bits the product could overflow.
+            each, extra = divmod(spec.numel, values.numel())
+            lengths = each + (torch.arange(values.numel(), device=values.device) < extra).to(torch.float32)
+            limit = torch.finfo(torch.float32).max
+            values = (values * lengths).clamp(-limit, limit)
         out = torch.zeros(spec.numel, dtype=torch.float32, device=values.device)
         out[self._indices(spec, key, values.device)] = values
         return out

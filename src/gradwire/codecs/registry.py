@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, Final, NoReturn, TypeVar
@@ -27,6 +28,7 @@ __all__ = ["codec", "register", "registered"]
 ENTRY_POINTS: Final = "gradwire.codecs"
 _MAX_LENGTH: Final = 1024
 _MAX_DEPTH: Final = 8
+_WORD: Final = r"[0-9.]+e\+[0-9]+|[A-Za-z0-9_.\-]+"  # 1e+20 is one word, though '+' joins codecs elsewhere
 _registry: Final[dict[str, type[Codec]]] = {}
 _plugins_loaded = False
 
@@ -85,7 +87,11 @@ def _load_plugins() -> None:
     if not _plugins_loaded:
         _plugins_loaded = True
         for entry in entry_points(group=ENTRY_POINTS):
-            entry.load()
+            try:
+                entry.load()
+            except Exception as error:  # one broken plugin must not take the others down
+                message = f"the codec plugin {entry.name!r} ({entry.value}) could not be loaded: {error!r}"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _class(name: str) -> type[Codec]:
@@ -177,7 +183,9 @@ class _Parser:
 
     def wrapped_field(self, cls: type[Codec]) -> str:
         wrapped = [name for name, (_, kind) in fields_of(cls).items() if kind is Codec]
-        if len(wrapped) != 1:
+        if len(wrapped) > 1:
+            raise ConfigError(f"`{cls.id}` is written with '+', as in topk:0.01+int8.")
+        if not wrapped:
             raise ConfigError(f"`{cls.id}` wraps no codec, so no parentheses may follow it.")
         return wrapped[0]
 
@@ -186,9 +194,9 @@ class _Parser:
         positional = [name for name, (f, kind) in fields.items() if not f.kw_only and kind is not Codec]
         arguments: dict[str, Any] = {}
         while True:
-            word = self.take(r"[A-Za-z0-9_.\-]+") or self.fail("a parameter")
+            word = self.take(_WORD) or self.fail("a parameter")
             if self.take("="):
-                key, word = word, self.take(r"[A-Za-z0-9_.\-]+") or self.fail("a value")
+                key, word = word, self.take(_WORD) or self.fail("a value")
                 _known(cls, key)
             elif positional and positional[0] not in arguments:
                 key = positional.pop(0)

@@ -1,8 +1,8 @@
 """What sparse codecs share: values at sorted indices, and the indices packed.
 
 Indices are Elias-Fano coded (``ops.pack_indices``): their size depends on the counts alone, lies within 10% of
-log2 C(n, k) bits at densities from 0.1% to 10%, and at width 0 the code *is* the bitmap, so choosing the width of
-fewest bytes chooses the cheaper of the two as well.
+log2 C(n, k) bits at densities from 0.1% to 10% (of 50,000 elements and more; below, rounding to bytes shows), and at
+width 0 the code *is* the bitmap, so choosing the width of fewest bytes chooses the cheaper of the two as well.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Threshold(Sparse):
         return spec.numel
 
     def _structure(self, spec: TensorSpec) -> tuple[Part, ...]:
-        bitmap = -(-spec.numel // 8)  # no code of any count is longer, but for one byte of rounding
-        return Part("count", torch.int64, 1), Part("indices", torch.uint8, bitmap + 1)
+        bitmap = -(-spec.numel // 8)  # no code of any count is longer
+        return Part("count", torch.int64, 1), Part("indices", torch.uint8, bitmap)
 
     def _select(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         return ops.select_threshold(x, self.tau)

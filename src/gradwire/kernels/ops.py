@@ -2,11 +2,13 @@
 
 Every backend computes every op here to the same bytes as ``reference``. What makes that possible:
 
-1. Correctly rounded operations only: ``+ - * /``, ``sqrt`` and conversions, in float32.
+1. Correctly rounded operations only: ``+ - * /``, ``sqrt`` and conversions, in float32. Division by a constant is
+   multiplication by the float32 nearest its reciprocal.
 2. No contraction: ``a * b + c`` rounds twice. (In torch that rules out ``alpha=`` and ``addcmul``.)
 3. Reductions do not depend on order (max, integer sums). A float sum over a block uses the *lane tree*: sixteen
    lanes, lane j adds elements j, j + 16, j + 32, ... of the block in that order, then lanes fold by halves
-   (j += j + 8, then + 4, + 2, + 1).
+   (j += j + 8, then + 4, + 2, + 1). The mean of a block is the lane tree of x * (1 / B); that of a short last block
+   is then multiplied by B / its length.
 4. Rounding is half to even, or stochastic from the counter generator: value v becomes floor(v) + (u < v - floor(v))
    with u the upper 24 bits of the draw over 2**24.
 5. Selection is a total order: larger magnitude first, then the lower index.
@@ -109,8 +111,9 @@ def quantize_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Packed codes and block scales of integers in [-q, q], q = 2**(bits - 1) - 1, stored with q added.
 
-    ``absmax``: scale = max / q. ``mse``: least squares, by four rounds of codes = nearest(x / scale), scale =
-    sum(x * codes) / sum(codes**2) from a start of c * mean|x|. ``stochastic``: absmax with stochastic rounding.
+    ``absmax``: scale = max * (1 / q). ``mse``: least squares, by four rounds of codes = nearest(x / scale), scale =
+    sum(x * codes) / sum(codes**2), from a start of c * mean|x|; sums are of x over the power of two of its block's
+    maximum. ``stochastic``: absmax with stochastic rounding.
     """
     raise NotImplementedError
 

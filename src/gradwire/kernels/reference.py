@@ -122,6 +122,15 @@ def _lane_tree(rows: Tensor) -> Tensor:
     return total[:, 0]
 
 
+def _means(rows: Tensor, count: int) -> Tensor:
+    """Mean of each block, ``count`` elements in all: lane tree of x / block, the last one times block / its length."""
+    block = rows.shape[1]
+    means = _lane_tree(rows * (1.0 / block))  # divided first: a sum of huge values would overflow
+    if count % block:
+        means[-1] *= float(torch.tensor(float(block)) / torch.tensor(float(count % block)))
+    return means
+
+
 def _store_scale(scale: Tensor, dtype: torch.dtype, largest_code: float, *, up: bool) -> Tensor:
     """Scales as they travel: rounded up or to nearest, and small enough for scale x largest code to be finite."""
     scale = scale.clamp(max=_largest_scale(largest_code, dtype))
@@ -136,6 +145,16 @@ def _store_scale(scale: Tensor, dtype: torch.dtype, largest_code: float, *, up: 
 def _largest_scale(largest_code: float, dtype: torch.dtype) -> float:
     below = torch.nextafter(torch.tensor(_MAX32 / largest_code), torch.tensor(0.0))
     return float(encode_half(below, "truncate16") if dtype == torch.bfloat16 else below)
+
+
+def _reciprocal(number: float) -> float:
+    """1 / number in float32. Dividing by a constant is written as this product: torch does so on CUDA anyway."""
+    return float(torch.tensor(1.0 / number, dtype=torch.float32))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded, which torch.sqrt of float32 is not on every CPU (0.6% of values are off by one bit)."""
+    return torch.sqrt(x.double()).to(torch.float32)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -154,7 +173,7 @@ def quantize_blocks(
 ) -> tuple[Tensor, Tensor]:
     limit = 2 ** (bits - 1) - 1
     rows = _blocks(x, block)
-    scale = _mse_scale(rows, bits, limit) if scaling == "mse" else _absmax(rows) / float(limit)
+    scale = _mse_scale(rows, bits, limit, x.numel()) if scaling == "mse" else _absmax(rows) * _reciprocal(limit)
     stored = _store_scale(scale, scale_dtype, limit, up=scaling == "stochastic")
     codes = rows * _inverse(stored)
     codes = _round(codes, key, x.numel()) if scaling == "stochastic" else torch.round(codes)
@@ -162,12 +181,12 @@ def quantize_blocks(
     return pack_bits(codes.view(-1)[: x.numel()].to(torch.uint8), bits), stored
 
 
-def _mse_scale(rows: Tensor, bits: int, limit: int) -> Tensor:
+def _mse_scale(rows: Tensor, bits: int, limit: int, count: int) -> Tensor:
     largest = _absmax(rows)
     # Work in (-4, 4): sums of huge or tiny values would overflow or vanish. The factor is an exact power of two.
     exponent = ((largest.view(torch.int32) >> 23) - 127).clamp(-126, 126)
     y = rows.abs() * _power_of_two(-exponent)[:, None]
-    scale = _lane_tree(y * (1.0 / rows.shape[1])) * MSE_START[bits]
+    scale = _means(y, count) * MSE_START[bits]
     for _ in range(MSE_ROUNDS):
         codes = torch.round(y * _inverse(scale)).clamp(max=limit)
         weight = _lane_tree(codes * codes)  # 0 only for a block of zeros: the largest element never rounds to 0
@@ -189,7 +208,7 @@ def quantize_float8(x: Tensor, form: str, block: int, scale_dtype: torch.dtype) 
     dtype = _FLOAT8[form]
     limit = torch.finfo(dtype).max
     rows = _blocks(x, block)
-    stored = _store_scale(_absmax(rows) / limit, scale_dtype, limit, up=False)
+    stored = _store_scale(_absmax(rows) * _reciprocal(limit), scale_dtype, limit, up=False)
     codes = (rows * _inverse(stored)).clamp(-limit, limit).to(dtype)
     return codes.view(torch.uint8).view(-1)[: x.numel()], stored
 
@@ -200,10 +219,7 @@ def dequantize_float8(codes: Tensor, scales: Tensor, form: str, block: int) -> T
 
 def quantize_sign(x: Tensor, block: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows = _blocks(x, block)
-    mean = _lane_tree(rows.abs() * (1.0 / block))  # divided first: a sum of huge values would overflow
-    if x.numel() % block:
-        mean[-1] = mean[-1] * (torch.tensor(float(block)) / float(x.numel() % block)).to(mean.device)
-    mean = torch.where(_absmax(rows) > 0, mean, 0.0)
+    mean = torch.where(_absmax(rows) > 0, _means(rows.abs(), x.numel()), 0.0)
     return pack_bits((x < 0).to(torch.uint8), 1), _store_scale(mean, scale_dtype, 1.0, up=False)
 
 
@@ -216,7 +232,7 @@ def quantize_levels(x: Tensor, levels: int, block: int, shrink: float, key: Key)
     # Squares are taken of x over its block's maximum, so that they neither overflow nor vanish.
     largest = _absmax(rows)
     ratio = rows * _inverse(largest)
-    norm = torch.sqrt(_lane_tree(ratio * ratio)) * largest
+    norm = _sqrt(_lane_tree(ratio * ratio)) * largest
     norm = norm.clamp(max=_MAX32)
     magnitude = (rows.abs() * _inverse(norm) * float(levels)).clamp(max=float(levels))
     codes = torch.copysign(_round(magnitude, key, x.numel()), rows) + float(levels)
@@ -226,7 +242,7 @@ def quantize_levels(x: Tensor, levels: int, block: int, shrink: float, key: Key)
 
 def dequantize_levels(codes: Tensor, norms: Tensor, levels: int, block: int, count: int) -> Tensor:
     values = (unpack_bits(codes, (2 * levels).bit_length(), count) - levels).to(torch.float32)
-    return _times_scale(values / float(levels), norms, block)
+    return _times_scale(values * _reciprocal(levels), norms, block)
 
 
 def quantize_ternary(x: Tensor, block: int, shrink: float, key: Key) -> tuple[Tensor, Tensor]:

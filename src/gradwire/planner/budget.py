@@ -35,8 +35,10 @@ def best_codec(spec: TensorSpec, ratio: float, *, quantize: bool = True, sparsif
     0.08 topk:0.377+int4
     0.01 topk:0.0363+int2
     """
-    if not ratio > 0:
-        raise ConfigError(f"`ratio` must be above 0; got {ratio}.")
+    if not isinstance(spec, TensorSpec):
+        raise ConfigError(f"`spec` must be a TensorSpec; got {type(spec).__name__}.")
+    if not isinstance(ratio, int | float) or not ratio > 0:
+        raise ConfigError(f"`ratio` must be a number above 0; got {ratio!r}.")
     budget = ratio * 4 * spec.numel
     fitting = [c for c in _candidates(spec, budget, quantize, sparsify) if c.layout(spec).nbytes <= budget]
     if not fitting:

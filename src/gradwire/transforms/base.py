@@ -57,6 +57,9 @@ class SenderTransform(Codec):
     def _values(self, payload: Payload) -> Tensor:
         return self.inner._values(payload)
 
+    def _checked_parts(self, payload: Payload) -> tuple[Tensor, ...]:
+        return self.inner._checked_parts(payload)
+
     # A sender transform has no parts of its own; nothing below is reached.
 
     def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:

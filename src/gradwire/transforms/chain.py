@@ -35,7 +35,7 @@ class Chain(Codec):
         object.__setattr__(self, "carrier", codec(self.carrier))
         object.__setattr__(self, "values", codec(self.values))
         self._require("carrier", isinstance(self.carrier, Carrier), "a sparse or low-rank codec, such as topk:0.01")
-        quantizes = not isinstance(self.values, Carrier | Chain | SenderTransform)
+        quantizes = not isinstance(self.values, Carrier | Chain | SenderTransform) and self.values._exact
         self._require("values", quantizes, "a codec that keeps every value, such as int8")
 
     def __str__(self) -> str:

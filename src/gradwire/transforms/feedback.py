@@ -106,19 +106,18 @@ class EF21(SenderTransform):
     def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
         """Encode the difference to this rank's estimate; without a state, from zeros."""
         estimate = state_tensor(self, state, "estimate", x)
-        # The residual x - estimate - decoded says by how much the new estimate misses x.
-        payload, missed = self.inner.encode_feedback(x, -estimate, TensorSpec.of(x), key)
+        difference = x.detach().to(torch.float32) - estimate
+        payload = self.inner._payload(difference.reshape(-1), TensorSpec.of(x), key)
         if int(payload.nonfinite):
             return payload, state
-        return payload, {
-            "estimate": x.detach().to(torch.float32) - missed,
-            "mean": state_tensor(self, state, "mean", x),
-        }
+        # The very sum a receiver makes, so that sender and receivers cannot drift apart.
+        estimate = estimate + self.inner._values(payload).view(x.shape)
+        return payload, {"estimate": estimate, "mean": state_tensor(self, state, "mean", x)}
 
     def finish(self, mean: Tensor, state: State) -> tuple[Tensor, State]:
         """Add the mean change to the mean estimate."""
         total = state_tensor(self, state, "mean", mean) + mean
-        return total, {**state, "mean": total}
+        return total.clone(), {**state, "mean": total}  # what the caller does to its gradient must not reach the state
 
 
 def for_training(what: str | Codec) -> Codec:

@@ -37,6 +37,7 @@ class MomentumCorrection(SenderTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("momentum", 0 <= self.momentum < 1, "in [0, 1)")
+        object.__setattr__(self, "inner", self.inner.contractive())
 
     @classmethod
     def examples(cls) -> tuple[Codec, ...]:

@@ -42,6 +42,7 @@ class Rotate(Codec):
         object.__setattr__(self, "inner", codec(self.inner))
         super().__post_init__()
         self._require("inner", not isinstance(self.inner, SenderTransform), "a codec, not a training transform")
+        self._require("inner", "rotate" not in str(self.inner), "a codec that does not rotate itself")
         power_of_four = 16 <= self.block <= 65536 and self.block & (self.block - 1) == 0 and self.block % 3 == 1
         self._require("block", power_of_four, "a power of 4 from 16 to 65536")
 
@@ -55,6 +56,11 @@ class Rotate(Codec):
             "rotate(topk:0.1)",
         )
         return tuple(codec(s) for s in strings)
+
+    @property
+    def wants_feedback(self) -> bool:
+        """As the codec inside."""
+        return self.inner.wants_feedback
 
     @property
     def _exact(self) -> bool:  # type: ignore[override]
@@ -81,8 +87,15 @@ class Rotate(Codec):
         return ops.hadamard(padded * ops.random_signs(key, padded.numel(), device=x.device), block)
 
     def laws(self, spec: TensorSpec) -> Laws:
-        """A rotation changes no norm; zeros among other values do not stay zero."""
-        return dataclasses.replace(self.inner.laws(self._rotated_spec(spec)), keeps_zeros=False, random=True)
+        """A rotation changes no norm but for rounding; zeros among other values do not stay zero."""
+        law = self.inner.laws(self._rotated_spec(spec))
+        return dataclasses.replace(
+            law,
+            contraction=None if law.contraction is None else min(law.contraction, 1 - 2.0**-30),
+            variance=None if law.variance is None else law.variance + 2.0**-30,
+            keeps_zeros=False,
+            random=True,
+        )
 
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """Every error of a block may meet in one element; rounding and the cut at the edge of float32 besides."""

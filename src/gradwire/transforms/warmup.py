@@ -45,6 +45,15 @@ class WarmUp(SenderTransform):
         """Plain and chained."""
         return codec("warmup:40(topk:0.01)"), codec("warmup:40(topk:0.01+int8)")
 
+    @property
+    def wants_feedback(self) -> bool:
+        """As the codec inside: a warm-up keeps nothing of what is not sent."""
+        return self.inner.wants_feedback
+
+    def contractive(self) -> Codec:
+        """The inner codec contractive."""
+        return dataclasses.replace(self, inner=self.inner.contractive())
+
     @functools.cached_property
     def _stages(self) -> tuple[Codec, ...]:
         sparse: Any = _sparse(self.inner)

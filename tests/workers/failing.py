@@ -1,0 +1,20 @@
+"""A rank that fails while the other waits for it."""
+
+import time
+
+from gradwire.collectives import Gather
+
+from .base import main
+
+
+def body(settings, rank, ranks):
+    Gather().agree("all is well")
+    if rank == 1:
+        time.sleep(0.5)
+        raise ValueError("the real cause")
+    Gather().agree("rank 1 never comes here")
+    return ""
+
+
+if __name__ == "__main__":
+    main(body)
