@@ -193,7 +193,7 @@ def test_the_table_of_the_docs_is_that_of_the_docstring():
     in_docs = rows(docs, r"^\| (\d+) \| [\d D]+ \| (.*) \|$")
     in_code = rows(gradwire.wire.__doc__, r"^(\d+)      ?[\d D]+ {3,5}(.*)$")
     assert in_docs == in_code
-    assert len(in_docs) == 15
+    assert len(in_docs) == 16
 
 
 def test_any_buffer_decodes():
