@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Laws, Part
+from gradwire.codecs.base import Codec, Part
 from gradwire.codecs.registry import register
+from gradwire.codecs.unbiased import Shrinkable
 from gradwire.kernels import ops
 from gradwire.wire import Key, TensorSpec
 
 
 @register
 @dataclass(frozen=True)
-class QSGD(Codec):
+class QSGD(Shrinkable):
     """Unbiased quantization to ``levels`` steps of each sign (Alistarh et al., 2017).
 
     ``shrink`` below 1 trades the bias for a contraction: ``contractive()`` sets it to 1 / (1 + variance).
@@ -30,36 +30,18 @@ class QSGD(Codec):
 
     id: ClassVar[str] = "qsgd"
     levels: int = 16
-    block: int = field(default=128, kw_only=True)
-    shrink: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("levels", 1 <= self.levels <= 32767, "from 1 to 32767")
-        self._require("shrink", 0 < self.shrink <= 1, "in (0, 1]")
-        self._require_block(self.block)
 
     @classmethod
     def examples(cls) -> tuple[Codec, ...]:
         """Coarse, middling and fine levels, and the contractive form."""
         return cls(), cls(1), cls(127), cls(4).contractive()
 
-    def _omega(self) -> float:
+    def _variance(self) -> float:
         return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
-
-    def laws(self, spec: TensorSpec) -> Laws:
-        """Variance min(block / levels², √block / levels)."""
-        omega = self._omega()
-        if self.shrink == 1:
-            contraction = 1 - omega if omega < 1 else None
-            return Laws(unbiased=True, contraction=contraction, variance=omega, random=True)
-        # E‖x - s x̂‖² = (1 - s)² ‖x‖² + s² E‖x - x̂‖²
-        error = (1 - self.shrink) ** 2 + self.shrink**2 * omega
-        return Laws(contraction=1 - error if error < 1 else None, random=True)
-
-    def contractive(self) -> Codec:
-        """Shrunk by 1 / (1 + variance), unless it already is."""
-        return dataclasses.replace(self, shrink=1 / (1 + self._omega())) if self.shrink == 1 else self
 
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """One step, and what shrinking takes away."""

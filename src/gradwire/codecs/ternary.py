@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Laws, Part
+from gradwire.codecs.base import Codec, Part
 from gradwire.codecs.blocks import block_absmax
 from gradwire.codecs.registry import register
+from gradwire.codecs.unbiased import Shrinkable
 from gradwire.kernels import ops
 from gradwire.kernels.law import FLOOR
 from gradwire.wire import Key, TensorSpec
@@ -20,7 +20,7 @@ from gradwire.wire import Key, TensorSpec
 
 @register
 @dataclass(frozen=True)
-class Ternary(Codec):
+class Ternary(Shrinkable):
     """TernGrad (Wen et al., 2017), five values to a byte: 1.6 bits a value and a float32 a block.
 
     >>> import gradwire
@@ -29,34 +29,15 @@ class Ternary(Codec):
     """
 
     id: ClassVar[str] = "ternary"
-    block: int = field(default=128, kw_only=True)
-    shrink: float = field(default=1.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require("shrink", 0 < self.shrink <= 1, "in (0, 1]")
-        self._require_block(self.block)
 
     @classmethod
     def examples(cls) -> tuple[Codec, ...]:
         """Unbiased and contractive."""
         return cls(), cls().contractive()
 
-    def _omega(self) -> float:
+    def _variance(self) -> float:
         # max|x| ‖x‖₁ / ‖x‖² is largest for one element of m beside others of m / (1 + √block).
         return (math.sqrt(self.block) - 1) / 2
-
-    def laws(self, spec: TensorSpec) -> Laws:
-        """Variance (√block - 1) / 2."""
-        omega = self._omega()
-        if self.shrink == 1:
-            return Laws(unbiased=True, contraction=None, variance=omega, random=True)
-        error = (1 - self.shrink) ** 2 + self.shrink**2 * omega
-        return Laws(contraction=1 - error if error < 1 else None, random=True)
-
-    def contractive(self) -> Codec:
-        """Shrunk by 1 / (1 + variance), unless it already is."""
-        return dataclasses.replace(self, shrink=1 / (1 + self._omega())) if self.shrink == 1 else self
 
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """The block's maximum, and what shrinking takes away."""
