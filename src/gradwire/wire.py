@@ -101,7 +101,11 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """Spec of a tensor."""
+        """Spec of a tensor; an error if it is one no codec takes."""
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"`tensor` must be a torch.Tensor; got {type(tensor).__name__}.")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise ConfigError(f"`tensor` must be dense and hold values; got {tensor.layout} on {tensor.device}.")
         return cls(tuple(tensor.shape), tensor.dtype)
 
 

@@ -215,7 +215,7 @@ class Codec(ABC):
         NaN and Inf do not raise here, because ranks must agree on what to do: they are encoded as 0,
         ``payload.nonfinite`` counts them, and every decode of the payload raises ``NonFiniteError``.
         """
-        spec = _spec_of(x)
+        spec = TensorSpec.of(x)  # first: it says what is wrong with a tensor
         return self._payload(_flat(x), spec, key), state
 
     def decode(self, payload: Payload, out: Tensor | None = None) -> Tensor:
@@ -345,14 +345,6 @@ def fields_of(cls: type[Codec]) -> dict[str, tuple[dataclasses.Field[Any], Any]]
     """A codec's parameters: name -> (field, type)."""
     hints = typing.get_type_hints(cls)
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
-
-
-def _spec_of(x: Tensor) -> TensorSpec:
-    if not isinstance(x, Tensor):
-        raise ConfigError(f"`tensor` must be a torch.Tensor; got {type(x).__name__}.")
-    if x.layout != torch.strided or x.is_meta:
-        raise ConfigError(f"`tensor` must be dense and hold values; got {x.layout} on {x.device}.")
-    return TensorSpec.of(x)
 
 
 def _flat(x: Tensor) -> Tensor:

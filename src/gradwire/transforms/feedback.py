@@ -62,8 +62,9 @@ class ErrorFeedback(SenderTransform):
 
     def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
         """Encode with the residual; without a state, from zeros."""
+        spec = TensorSpec.of(x)
         residual = state_tensor(self, state, "residual", x)
-        payload, residual = self.inner.encode_feedback(x, residual, TensorSpec.of(x), key, self.decay)
+        payload, residual = self.inner.encode_feedback(x, residual, spec, key, self.decay)
         return payload, {"residual": residual}
 
 
@@ -105,9 +106,10 @@ class EF21(SenderTransform):
 
     def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
         """Encode the difference to this rank's estimate; without a state, from zeros."""
+        spec = TensorSpec.of(x)
         estimate = state_tensor(self, state, "estimate", x)
         difference = x.detach().to(torch.float32) - estimate
-        payload = self.inner._payload(difference.reshape(-1), TensorSpec.of(x), key)
+        payload = self.inner._payload(difference.reshape(-1), spec, key)
         if int(payload.nonfinite):
             return payload, state
         # The very sum a receiver makes, so that sender and receivers cannot drift apart.

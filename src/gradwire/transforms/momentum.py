@@ -53,9 +53,10 @@ class MomentumCorrection(SenderTransform):
 
     def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
         """Encode the accumulated velocity; without a state, from zeros."""
+        spec = TensorSpec.of(x)
         velocity = state_tensor(self, state, "velocity", x) * self.momentum + x.detach().to(torch.float32)
         before = state_tensor(self, state, "unsent", x)
-        payload, unsent = self.inner.encode_feedback(velocity, before, TensorSpec.of(x), key)
+        payload, unsent = self.inner.encode_feedback(velocity, before, spec, key)
         if int(payload.nonfinite):
             return payload, state
         sent = self.inner._values(payload).view(x.shape) != 0
