@@ -25,7 +25,7 @@ class QSGD(Shrinkable):
 
     >>> import gradwire
     >>> gradwire.codec("qsgd:4").contractive()
-    QSGD(levels=4, block=128, shrink=0.26120...)
+    QSGD(block=128, shrink=0.26120..., levels=4)
     """
 
     id: ClassVar[str] = "qsgd"
