@@ -50,7 +50,7 @@ def test_the_codec_of_the_docs_is_short_and_the_conformance_suite_picks_it_up(tm
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tensor8\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[gradwire.codecs]\ntensor8 = tensor8\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    arguments = ["-m", "pytest", "tests/conformance/test_laws.py", "-k", "tensor8", "-p", "no:cacheprovider", "-n", "0"]
+    arguments = ["-m", "pytest", "tests/conformance", "-k", "tensor8", "-p", "no:cacheprovider", "-n", "0"]
     run = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

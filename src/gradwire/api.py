@@ -12,7 +12,7 @@ from gradwire.codecs import codec as make_codec
 from gradwire.codecs.base import DEFAULT_KEY, saturating
 from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
-from gradwire.wire import Key
+from gradwire.wire import Key, TensorSpec
 
 __all__ = ["decode", "encode"]
 
@@ -20,16 +20,15 @@ __all__ = ["decode", "encode"]
 def encode(tensor: Tensor, codec: str | Codec, *, key: Key = DEFAULT_KEY) -> bytes:
     """Bytes of a tensor. They say which codec they are of, and decode anywhere.
 
-    ``tensor`` is float32, float16 or bfloat16, of any shape; ``key`` is the source of random bits. State, as error
-    feedback has, needs a codec's own ``encode``.
+    ``tensor`` is float32, float16 or bfloat16, of any shape; ``key`` is the source of random bits. Every call starts
+    anew: to carry state from step to step, as error feedback does, use the codec's own ``encode``.
 
     >>> import torch
     >>> len(encode(torch.zeros(1000), "topk:0.01+int8"))
     120
     """
-    if not isinstance(key, Key):
-        raise ConfigError(f"`key` must be a gradwire.Key; got {type(key).__name__}.")
-    payload, _ = make_codec(codec).encode(tensor, key=key)
+    encoder = make_codec(codec)
+    payload, _ = encoder.encode(tensor, encoder.init(TensorSpec.of(tensor), tensor.device), key)
     payload.check_finite()
     return wire.pack(payload)
 

@@ -23,7 +23,7 @@ SMALL: Final = 4096
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes this rank sent in a step, and what float32 would have taken."""
+    """Bytes this rank sent in a step, and what a float32 ring all-reduce would have taken."""
 
     sent_bytes: int
     dense_sent_bytes: int
@@ -32,8 +32,8 @@ class Traffic:
 class GradientReducer:
     """Reduces the gradients of named parameters: matrices one by one in a codec, the small rest together in float32.
 
-    The codec gets error feedback where it needs it. States are kept by parameter name and replaced only after every
-    bucket of the step has arrived, so a failed step loses nothing.
+    The codec gets error feedback where it needs it, unless ``feedback`` is false. States are kept by parameter name
+    and replaced only after every bucket of the step has arrived, so a failed step loses nothing.
 
     >>> import torch, gradwire
     >>> from gradwire.collectives.loopback import Loopback
@@ -51,8 +51,9 @@ class GradientReducer:
         collective: Collective,
         *,
         seed: int = 0,
+        feedback: bool = True,
     ) -> None:
-        self.codec = for_training(what)
+        self.codec = for_training(what) if feedback else codec(what)
         self.collective = collective
         self.seed = seed
         self.large = {n: p for n, p in parameters.items() if p.dim() > 1 and p.numel() >= SMALL}

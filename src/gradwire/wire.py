@@ -87,7 +87,7 @@ class TensorSpec:
             raise ConfigError(f"`dtype` must be one of {allowed}; got {_name(self.dtype)}.")
         sizes = isinstance(self.shape, tuple) and all(isinstance(d, int) and d >= 0 for d in self.shape)
         if not sizes or len(self.shape) > 255:
-            raise ConfigError(f"`shape` must be a tuple of at most 255 sizes; got {self.shape!r}.")
+            raise ConfigError(f"`shape` must be a tuple of at most 255 whole sizes, none negative; got {self.shape!r}.")
 
     @property
     def numel(self) -> int:

@@ -52,6 +52,20 @@ def spike(n):
     return x
 
 
+def almost_equal(n):
+    """One element a little larger than all others: the worst case of a scale that follows the maximum."""
+    x = torch.full((n,), 0.999)
+    x[:1] = 1.0
+    return x
+
+
+def all_magnitudes(n):
+    """Both signs, and every power of ten that float32 has, in one tensor."""
+    g = torch.Generator().manual_seed(0)
+    exponents = torch.rand(n, generator=g).double() * 76 - 38
+    return (10**exponents * torch.randn(n, generator=g).sign()).to(torch.float32)
+
+
 CONTENTS = {
     "zeros": torch.zeros,
     "minus zeros": lambda n: -torch.zeros(n),
@@ -61,6 +75,8 @@ CONTENTS = {
     "largest": lambda n: torch.full((n,), torch.finfo(torch.float32).max),
     "all equal": lambda n: torch.full((n,), -0.37),
     "one spike": spike,
+    "almost equal": almost_equal,
+    "all magnitudes": all_magnitudes,
     "ties": lambda n: normal(n).round(),
     "half zeros": lambda n: normal(n).clamp(min=0),
     "normal": normal,

@@ -170,7 +170,7 @@ def squared_error(codec, x, keys):
 
 
 @plain_codec
-@pytest.mark.parametrize("content", ["normal", "heavy tails", "one spike", "all equal", "ties", "tiny"])
+@pytest.mark.parametrize("content", ["normal", "heavy tails", "one spike", "all equal", "almost equal", "ties", "tiny"])
 def test_contraction_and_variance_hold_as_declared(codec, content, backend):
     n = 8192
     x = CONTENTS[content](n).view(64, 128)

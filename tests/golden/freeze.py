@@ -30,10 +30,15 @@ def path(codec: gradwire.Codec) -> Path:
     return FOLDER / f"{name}.gw"
 
 
-def main() -> None:
+def own_codecs() -> list[gradwire.Codec]:
+    """gradwire's own; the bytes of a plugin are its package's business."""
     from tests.conformance.cases import PLAIN
 
-    for codec in PLAIN:
+    return [codec for codec in PLAIN if type(codec).__module__.startswith("gradwire.")]
+
+
+def main() -> None:
+    for codec in own_codecs():
         target = path(codec)
         if not target.exists():
             data = gradwire.encode(golden_input(), codec, key=KEY)

@@ -28,14 +28,19 @@ def test_more_bytes_never_mean_more_error():
     spec, x = TensorSpec((200_000,)), torch.randn(200_000, generator=torch.Generator().manual_seed(0)) ** 3
     errors = []
     for ratio in (0.002, 0.01, 0.03, 0.05, 0.08, 0.1, 0.14, 0.3, 0.6, 1.1):
-        y = gradwire.decode(gradwire.encode(x, best_codec(spec, ratio)))
+        y = gradwire.decode(gradwire.encode(x, best_codec(spec, nbytes=int(ratio * 800_000))))
         errors.append(float((x - y).norm()))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] == 0
 
 
 def test_what_cannot_be_met_is_said():
-    with pytest.raises(ConfigError, match=r"`ratio` 0.1 allows 4 bytes for 10 elements; no codec is that small"):
+    with pytest.raises(ConfigError, match=r"no codec fits 10 elements into 4 bytes, header included \(ratio=0.1"):
         best_codec(TensorSpec((10,)), 0.1)
-    with pytest.raises(ConfigError, match=r"`ratio` must be a number above 0; got 0"):
-        best_codec(TensorSpec((10,)), 0)
+    for ratio in (0, 1000, "x", float("nan")):
+        with pytest.raises(ConfigError, match=r"`ratio` must be in \(0, 1\]; got"):
+            best_codec(TensorSpec((10,)), ratio)
+    with pytest.raises(ConfigError, match=r"`nbytes` must be a whole number above 0; got 0.5"):
+        best_codec(TensorSpec((10,)), nbytes=0.5)
+    with pytest.raises(ConfigError, match=r"give either `ratio` or `nbytes`; got ratio=None and nbytes=None"):
+        best_codec(TensorSpec((10,)))

@@ -182,5 +182,5 @@ def test_a_state_of_something_else_is_named():
     ef = gradwire.codec("ef(int4)")
     with pytest.raises(ConfigError, match=r"`state` of 'ef\(int4\)' must hold 'residual' of shape \(4,\); got \(3,\)"):
         ef.encode(torch.ones(4), ef.init(TensorSpec((3,))))
-    with pytest.raises(ConfigError, match=r"must hold 'residual' of shape \(4,\); got None"):
+    with pytest.raises(ConfigError, match=r"must hold 'residual' of shape \(4,\); got dict without it"):
         ef.encode(torch.ones(4), {"velocity": torch.ones(4)})

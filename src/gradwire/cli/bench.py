@@ -75,19 +75,21 @@ def _plain_codecs() -> list[Codec]:
 
 def _bytes(codecs: list[Codec], spec: TensorSpec, as_json: bool) -> None:
     x = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
-    rows = [_weigh(c, x) for c in track(codecs, description="encoding", console=errors, transient=True)]
+    rows = [
+        _weigh(c, x)
+        for c in track(codecs, description="encoding", console=errors, transient=True, disable=not errors.is_terminal)
+    ]
     rows.sort(key=lambda row: -row["bits_per_element"])
     if as_json:
         print_json({"shape": list(spec.shape), "codecs": rows})
         return
-    columns = {"codec": "left", "bits/element": "right", "of fp32": "right", "header": "right"}
-    columns |= {"bits/index": "right", "of entropy": "right", "error": "right"}
+    columns = {"codec": "left", "bits/elem": "right", "of fp32": "right"}
+    columns |= {"bits/idx": "right", "/entropy": "right", "error": "right"}
     cells = [
         (
             row["codec"],
             f"{row['bits_per_element']:.4f}" + ("" if row["exact"] else "*"),
             f"{row['ratio']:.4f}",
-            str(row["header_bytes"]),
             _number(row["index_bits_per_value"], ".3f"),
             _number(row["index_over_entropy"], ".3f"),
             f"{row['relative_squared_error']:.2e}",
@@ -95,14 +97,14 @@ def _bytes(codecs: list[Codec], spec: TensorSpec, as_json: bool) -> None:
         for row in rows
     ]
     caption = (
-        "Whole frames: header (bytes), scales and indices included. bits/index: of a kept value, over log2 C(n, k).\n"
+        "Whole frames: header, scales and indices included. bits/idx: of a kept value's index, and over log2 C(n, k). "
         "error: relative squared error of one encode of a Gaussian. * varies with the tensor."
     )
     show(table(f"bytes of a {spec.shape[0]} x {spec.shape[1]} float32 tensor", columns, cells, caption))
 
 
 def _weigh(c: Codec, x: Tensor) -> dict[str, Any]:
-    payload, _ = c.encode(x)
+    payload, _ = c.encode(x, c.init(TensorSpec.of(x)))
     error = float((c.decode(payload) - x).double().square().sum() / x.double().square().sum())
     index_bits, over_entropy = _index_cost(c, payload.spec, int((c.decode(payload) != 0).sum()))
     return {
@@ -119,6 +121,7 @@ def _weigh(c: Codec, x: Tensor) -> dict[str, Any]:
 
 def _index_cost(c: Codec, spec: TensorSpec, kept: int) -> tuple[float | None, float | None]:
     """Bits an index takes, and over the log2 C(n, k) bits no code of arbitrary index sets can go below."""
+    c = c.inner if isinstance(c, SenderTransform) else c
     carrier = c.carrier if isinstance(c, Chain) else c
     if not isinstance(carrier, Sparse):
         return None, None
@@ -143,14 +146,16 @@ def _speed(codecs: list[Codec], spec: TensorSpec, repeats: int, as_json: bool) -
         work[f"decode {c}"] = lambda c=c, payload=payload: c.decode(payload, target)  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in work}
     # Round after round over everything: a disturbance of the machine hits all alike.
-    for _ in track(range(repeats), description="timing", console=errors, transient=True):
+    for _ in track(
+        range(repeats), description="timing", console=errors, transient=True, disable=not errors.is_terminal
+    ):
         for name, run in work.items():
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
     median = {name: statistics.median(samples) for name, samples in times.items()}
     gb = 4 * x.numel() / 1e9
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "codec": str(c),
             "encode_gb_s": gb / median[f"encode {c}"],
@@ -164,25 +169,21 @@ def _speed(codecs: list[Codec], spec: TensorSpec, repeats: int, as_json: bool) -
         about = {"threads": torch.get_num_threads(), "backends": kernels.available(), "copy_gb_s": gb / median["copy"]}
         print_json({"shape": list(spec.shape), **about, "codecs": rows})
         return
-    columns = {
-        "codec": "left",
-        "encode GB/s": "right",
-        "decode GB/s": "right",
-        "encode / copy": "right",
-        "decode / copy": "right",
-    }
+    rows.sort(key=lambda row: -row["encode_gb_s"])
+    columns = {"codec": "left", "enc GB/s": "right", "dec GB/s": "right", "enc time": "right", "dec time": "right"}
     cells = [
         (
             str(row["codec"]),
             f"{row['encode_gb_s']:.3f}",
             f"{row['decode_gb_s']:.3f}",
-            f"{row['encode_over_copy']:.1f}x",
-            f"{row['decode_over_copy']:.1f}x",
+            f"{row['encode_over_copy']:.1f} copies",
+            f"{row['decode_over_copy']:.1f} copies",
         )
         for row in rows
     ]
     caption = (
-        f"GB/s of float32 input; a copy: {gb / median['copy']:.1f} GB/s; median of {repeats} interleaved rounds, "
-        f"{torch.get_num_threads()} threads, kernels: {', '.join(sorted(set(kernels.available().values())))}."
+        f"GB/s of float32 input, and time in units of copying it ({gb / median['copy']:.1f} GB/s). "
+        f"Median of {repeats} interleaved rounds, {torch.get_num_threads()} threads, "
+        f"kernels: {', '.join(sorted(set(kernels.available().values())))}."
     )
     show(table(f"speed on a {spec.shape[0]} x {spec.shape[1]} float32 tensor", columns, cells, caption))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +18,16 @@ __all__ = ["inspect"]
 
 def inspect(
     file: Annotated[
-        Path, typer.Argument(help="A file with the bytes of one payload, as gradwire.encode returns them.")
+        Path,
+        typer.Argument(
+            help="A file with the bytes of one payload, as gradwire.encode returns them; - for standard input."
+        ),
     ],
     as_json: JsonOption = False,
 ) -> None:
     """Print the header, codec and sizes of a payload. Nothing is decoded, but every check is made."""
     try:
-        data = file.read_bytes()
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
         raise ConfigError(f"`FILE` {str(file)!r} cannot be read: {error.strerror}.") from error
     try:

@@ -81,19 +81,24 @@ class Layout:
 class Laws:
     """What a codec promises of x̂ = decode(encode(x)); the conformance suite holds it to this.
 
-    Expectations are over keys. Both inequalities are for any x, up to an absolute error of 1e-30 an element.
+    ``unbiased``: E[x̂] = x. ``contraction`` is a delta with E‖x - x̂‖² <= (1 - delta) ‖x‖², None if there is none.
+    ``variance`` is an omega with E‖x - x̂‖² <= omega ‖x‖². ``keeps_zeros``: each 0 decodes to 0 (a tensor of zeros
+    always does). ``random``: the bytes depend on the key. ``exact_bytes``: they are the same on every machine and
+    backend, which matrix products cannot promise.
+
+    Expectations are over keys; the inequalities are for any x, up to an absolute error of 1e-30 an element.
 
     >>> import gradwire
     >>> gradwire.codec("topk:0.25").laws(gradwire.TensorSpec((1000,))).contraction
     0.25
     """
 
-    unbiased: bool = False  # E[x̂] = x
-    contraction: float | None = 0.0  # delta with E‖x - x̂‖² <= (1 - delta) ‖x‖²; None: not promised
-    variance: float | None = None  # omega with E‖x - x̂‖² <= omega ‖x‖²
-    keeps_zeros: bool = True  # each 0 decodes to 0 (a tensor of zeros always does)
-    random: bool = False  # the bytes depend on the key
-    exact_bytes: bool = True  # the same bytes on every machine and backend; matrix products cannot promise that
+    unbiased: bool = False
+    contraction: float | None = 0.0
+    variance: float | None = None
+    keeps_zeros: bool = True
+    random: bool = False
+    exact_bytes: bool = True
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,8 @@ class Codec(ABC):
         >>> [(p.name, p.nbytes) for p in gradwire.codec("int8").layout(TensorSpec((1000,))).parts]
         [('scales', 8), ('codes', 1000)]
         """
+        if not isinstance(spec, TensorSpec):
+            raise ConfigError(f"`spec` must be a TensorSpec; got {type(spec).__name__}.")
         parts = self._parts(spec)
         header = header_nbytes(str(self), len(spec.shape), len(parts))
         return Layout(tuple(parts[i] for i in _wire_order(parts)), header, self._exact)
@@ -216,21 +223,25 @@ class Codec(ABC):
         ``payload.nonfinite`` counts them, and every decode of the payload raises ``NonFiniteError``.
         """
         spec = TensorSpec.of(x)  # first: it says what is wrong with a tensor
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"`state` must be a mapping, from `codec.init(spec)`; got {type(state).__name__}.")
         return self._payload(_flat(x), spec, key), state
 
     def decode(self, payload: Payload, out: Tensor | None = None) -> Tensor:
         """The tensor of a payload, in its own shape and dtype, or written into ``out``."""
+        values = self._values(payload)
         spec = payload.spec
         if out is None:
-            values = saturating(self._values(payload), spec.dtype).view(spec.shape)
+            values = saturating(values, spec.dtype).view(spec.shape)
             return values.clone() if _shares_memory(values, payload.parts) else values
         _check_target("out", out, spec)
-        return out.copy_(saturating(self._values(payload), out.dtype).view(out.shape))
+        return out.copy_(saturating(values, out.dtype).view(out.shape))
 
     def decode_add(self, payload: Payload, acc: Tensor) -> None:
         """Add the tensor of a payload to ``acc`` in place."""
+        values = self._values(payload)
         _check_target("acc", acc, payload.spec)
-        acc.add_(self._values(payload).view(acc.shape))
+        acc.add_(values.view(acc.shape))
 
     def encode_feedback(
         self, x: Tensor, residual: Tensor, spec: TensorSpec, key: Key, decay: float = 1.0
@@ -254,6 +265,8 @@ class Codec(ABC):
 
     def _payload(self, flat: Tensor, spec: TensorSpec, key: Key) -> Payload:
         """Encode the values of a tensor of that spec."""
+        if not isinstance(key, Key):
+            raise ConfigError(f"`key` must be a gradwire.Key; got {type(key).__name__}.")
         nonfinite = ops.count_nonfinite(flat)
         if flat.device.type != "cpu" or int(nonfinite):
             flat = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
@@ -264,6 +277,10 @@ class Codec(ABC):
 
     def _values(self, payload: Payload) -> Tensor:
         """Decode the values of a payload, after making sure that it is this codec's."""
+        if not isinstance(payload, Payload):
+            raise ConfigError(
+                f"`payload` must be a Payload; got {type(payload).__name__}. Bytes: gradwire.decode or wire.unpack."
+            )
         payload.check_finite()
         return self._decode(self._checked_parts(payload), payload.spec, payload.key)
 

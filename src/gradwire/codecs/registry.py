@@ -100,7 +100,7 @@ def _class(name: str) -> type[Codec]:
     if name not in _registry:
         close = difflib.get_close_matches(name, _registry, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"unknown codec {name!r}; {hint}Known: {', '.join(sorted(_registry))}.")
+        raise ConfigError(f"unknown codec {name!r}; {hint}Known: {', '.join(sorted(set(_registry) - {'chain'}))}.")
     return _registry[name]
 
 
@@ -168,7 +168,8 @@ class _Parser:
         cls = _class(name)
         arguments = self.params(cls) if self.take(":") else {}
         if self.take(r"\("):
-            arguments[self.wrapped_field(cls)] = self.inner()
+            field = self.wrapped_field(cls)
+            arguments[field] = self.inner()
         return _build(cls, arguments)
 
     def inner(self) -> Codec:
@@ -186,7 +187,9 @@ class _Parser:
         if len(wrapped) > 1:
             raise ConfigError(f"`{cls.id}` is written with '+', as in topk:0.01+int8.")
         if not wrapped:
-            raise ConfigError(f"`{cls.id}` wraps no codec, so no parentheses may follow it.")
+            raise ConfigError(
+                f"`{cls.id}` wraps no codec; parameters stand after a colon, as in topk:0.01 or int8:block=64."
+            )
         return wrapped[0]
 
     def params(self, cls: type[Codec]) -> dict[str, Any]:
@@ -216,7 +219,9 @@ class _Parser:
         return match.group()
 
     def fail(self, expected: str) -> NoReturn:
-        raise ConfigError(f"bad codec string {self.text!r}: expected {expected} at position {self.at}.")
+        plain = self.text == self.text.lower() and " " not in self.text
+        hint = "" if plain else " Codec strings are lower case, without spaces."
+        raise ConfigError(f"bad codec string {self.text!r}: expected {expected} at position {self.at}.{hint}")
 
 
 def _value(cls: type[Codec], key: str, word: str, kind: Any) -> Any:

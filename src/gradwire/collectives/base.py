@@ -21,7 +21,7 @@ class Reduced:
     state: State  # the codec's next state; keep the old one until the step is taken
     sent_bytes: int  # by this rank
     received_bytes: int  # by this rank
-    dense_sent_bytes: int  # what this rank would have sent in float32 by the same collective
+    dense_sent_bytes: int  # what this rank sends in a float32 ring all-reduce, which is what DDP does
 
 
 class Pending(Protocol):

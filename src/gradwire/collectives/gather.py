@@ -87,7 +87,8 @@ class _PendingGather:
         mean, state = self.codec.finish(total / len(payloads), self.state)
         others = len(payloads) - 1
         moved = others * self.frames.shape[1]
-        return Reduced(mean, state, moved, moved, others * 4 * self.mine.spec.numel)
+        ring = 2 * others * 4 * self.mine.spec.numel // len(payloads)
+        return Reduced(mean, state, moved, moved, ring)
 
     def _checked(self, rank: int) -> Payload:
         try:

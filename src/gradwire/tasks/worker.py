@@ -36,6 +36,7 @@ class Settings:
     epochs: int = 4
     batch_size: int = 32
     seed: int = 0
+    feedback: bool = True
 
 
 def main() -> None:
@@ -49,7 +50,9 @@ def _train(settings: Settings, rank: int, ranks: int) -> None:
     images, labels, test_images, test_labels = task.data()
     model = task.model()
     optimizer = task.optimizer(model)
-    reducer = GradientReducer(dict(model.named_parameters()), settings.codec, Gather(), seed=settings.seed)
+    reducer = GradientReducer(
+        dict(model.named_parameters()), settings.codec, Gather(), seed=settings.seed, feedback=settings.feedback
+    )
     total, step = settings.epochs * task.steps(ranks), 0
     parameters = sum(p.numel() for p in model.parameters())
     _report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=str(reducer.codec))

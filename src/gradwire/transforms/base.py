@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from gradwire.codecs.registry import codec
 from gradwire.errors import ConfigError
 from gradwire.wire import Key, Payload, TensorSpec
 
-__all__ = ["SenderTransform", "is_stateful", "state_tensor"]
+__all__ = ["SenderTransform", "is_stateful", "state_tensor", "zeros_like_spec"]
 
 
 def is_stateful(inner: Codec) -> bool:
@@ -72,15 +73,20 @@ class SenderTransform(Codec):
         raise NotImplementedError
 
 
+def zeros_like_spec(spec: TensorSpec, device: torch.device | str) -> Tensor:
+    """Float32 zeros in the shape of a tensor."""
+    if not isinstance(spec, TensorSpec):
+        raise ConfigError(f"`spec` must be a TensorSpec; got {type(spec).__name__}.")
+    return torch.zeros(spec.shape, device=device)
+
+
 def state_tensor(owner: Codec, state: State, name: str, like: Tensor) -> Tensor:
-    """A float32 tensor of a state, zeros for an empty state; an error if the state is not this codec's."""
-    if not state:
-        return torch.zeros(like.shape, device=like.device)
-    value = state.get(name)
+    """A float32 tensor of a state; an error if the state is not this codec's."""
+    value = state.get(name) if isinstance(state, Mapping) else None
     if not isinstance(value, Tensor) or value.shape != like.shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else value
+        found = tuple(value.shape) if isinstance(value, Tensor) else f"{type(state).__name__} without it"
         raise ConfigError(
             f"`state` of '{owner}' must hold {name!r} of shape {tuple(like.shape)}; got {found}. "
-            "States come from `codec.init(spec)`."
+            "States come from `codec.init(spec)`, and from each `codec.encode`."
         )
     return value

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.codecs.base import Carrier, Codec, Laws, Part
 from gradwire.codecs.registry import codec, register
-from gradwire.errors import WireError
+from gradwire.errors import ConfigError, WireError
 from gradwire.transforms.base import SenderTransform
 from gradwire.wire import Key, TensorSpec
 
@@ -34,9 +34,12 @@ class Chain(Codec):
     def __post_init__(self) -> None:
         object.__setattr__(self, "carrier", codec(self.carrier))
         object.__setattr__(self, "values", codec(self.values))
-        self._require("carrier", isinstance(self.carrier, Carrier), "a sparse or low-rank codec, such as topk:0.01")
-        quantizes = not isinstance(self.values, Carrier | Chain | SenderTransform) and self.values._exact
-        self._require("values", quantizes, "a codec that keeps every value, such as int8")
+        if not isinstance(self.carrier, Carrier):
+            raise ConfigError(
+                f"before '+' must stand a sparse or low-rank codec, such as topk:0.01; got {self.carrier}."
+            )
+        if isinstance(self.values, Carrier | Chain | SenderTransform) or not self.values._exact:
+            raise ConfigError(f"after '+' must stand a codec that keeps every value, such as int8; got {self.values}.")
 
     def __str__(self) -> str:
         return f"{self.carrier}+{self.values}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.codecs.base import DEFAULT_KEY, EMPTY, Codec, State
 from gradwire.codecs.registry import codec, register
-from gradwire.transforms.base import SenderTransform, state_tensor
+from gradwire.transforms.base import SenderTransform, state_tensor, zeros_like_spec
 from gradwire.wire import Key, Payload, TensorSpec
 
 
@@ -58,10 +58,10 @@ class ErrorFeedback(SenderTransform):
 
     def init(self, spec: TensorSpec, device: torch.device | str = "cpu") -> State:
         """A residual of zeros."""
-        return {"residual": torch.zeros(spec.shape, device=device)}
+        return {"residual": zeros_like_spec(spec, device)}
 
     def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
-        """Encode with the residual; without a state, from zeros."""
+        """Encode with the residual."""
         spec = TensorSpec.of(x)
         residual = state_tensor(self, state, "residual", x)
         payload, residual = self.inner.encode_feedback(x, residual, spec, key, self.decay)
@@ -100,12 +100,12 @@ class EF21(SenderTransform):
     def init(self, spec: TensorSpec, device: torch.device | str = "cpu") -> State:
         """Estimates of zeros: this rank's, and the mean."""
         return {
-            "estimate": torch.zeros(spec.shape, device=device),
-            "mean": torch.zeros(spec.shape, device=device),
+            "estimate": zeros_like_spec(spec, device),
+            "mean": zeros_like_spec(spec, device),
         }
 
     def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
-        """Encode the difference to this rank's estimate; without a state, from zeros."""
+        """Encode the difference to this rank's estimate."""
         spec = TensorSpec.of(x)
         estimate = state_tensor(self, state, "estimate", x)
         difference = x.detach().to(torch.float32) - estimate

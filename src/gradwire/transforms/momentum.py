@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.codecs.base import DEFAULT_KEY, EMPTY, Codec, State
 from gradwire.codecs.registry import codec, register
-from gradwire.transforms.base import SenderTransform, state_tensor
+from gradwire.transforms.base import SenderTransform, state_tensor, zeros_like_spec
 from gradwire.wire import Key, Payload, TensorSpec
 
 
@@ -47,12 +47,12 @@ class MomentumCorrection(SenderTransform):
     def init(self, spec: TensorSpec, device: torch.device | str = "cpu") -> State:
         """Velocity and accumulation of zeros."""
         return {
-            "velocity": torch.zeros(spec.shape, device=device),
-            "unsent": torch.zeros(spec.shape, device=device),
+            "velocity": zeros_like_spec(spec, device),
+            "unsent": zeros_like_spec(spec, device),
         }
 
     def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:
-        """Encode the accumulated velocity; without a state, from zeros."""
+        """Encode the accumulated velocity."""
         spec = TensorSpec.of(x)
         velocity = state_tensor(self, state, "velocity", x) * self.momentum + x.detach().to(torch.float32)
         before = state_tensor(self, state, "unsent", x)
