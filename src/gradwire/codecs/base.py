@@ -292,8 +292,8 @@ class Codec(ABC):
         order = _wire_order(expected)
         if len(payload.parts) != len(expected):
             raise WireError(f"{self} has {len(expected)} parts; the payload has {len(payload.parts)}.")
-        parts: list[Tensor] = [payload.parts[0]] * len(expected) if expected else []
-        for position, part in zip(order, payload.parts, strict=True):
+        parts = dict(zip(order, payload.parts, strict=True))
+        for position, part in parts.items():
             want = expected[position]
             size_fits = part.numel() == want.numel or (not self._exact and part.numel() <= want.numel)
             if part.dtype != want.dtype or not size_fits:
@@ -302,8 +302,7 @@ class Codec(ABC):
                     f"{'' if self._exact else 'at most '}{want.numel} items of {want.dtype}; "
                     f"got {part.numel()} of {part.dtype}."
                 )
-            parts[position] = part
-        return tuple(parts)
+        return tuple(parts[position] for position in range(len(expected)))
 
 
 @dataclass(frozen=True)

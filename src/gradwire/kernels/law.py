@@ -6,7 +6,7 @@ FLOOR: Final = 2.0**-100
 LANES: Final = 16
 MSE_ROUNDS: Final = 4
 # Least-squares step of a Gaussian over its mean magnitude, by bits: where the rounds of the "mse" scaling start.
-MSE_START: Final = {2: 1.53, 3: 0.82, 4: 0.42, 8: 0.04}
+MSE_START: Final = {2: 1.53, 3: 0.82}
 
 STREAM_ROUNDING: Final = 0
 STREAM_SELECTION: Final = 1

@@ -66,12 +66,9 @@ class Chain(Codec):
     def _exact(self) -> bool:  # type: ignore[override]
         return self.carrier._exact and self.values._exact
 
-    def _values_spec(self, count: int) -> TensorSpec:
-        return TensorSpec((count,))
-
     def laws(self, spec: TensorSpec) -> Laws:
         """Of ‖x‖², the carrier keeps a share of which the values keep a share."""
-        a, b = self.carrier.laws(spec), self.values.laws(self._values_spec(self._carrier._count(spec)))
+        a, b = self.carrier.laws(spec), self.values.laws(TensorSpec((self._carrier._count(spec),)))
         contraction = variance = None
         if a.exact_bytes and a.contraction is not None and b.contraction is not None:
             contraction = a.contraction * b.contraction
@@ -93,23 +90,23 @@ class Chain(Codec):
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """What the carrier drops, and what its values lose."""
         values, structure = self._carrier._split(x, spec, key)
-        errors = self.values.bound(values, self._values_spec(values.numel()), key).to(torch.float32)
+        errors = self.values.bound(values, TensorSpec((values.numel(),)), key).to(torch.float32)
         dropped = self.carrier.bound(x, spec, key)
         return dropped + self._carrier._propagate(errors, values, structure, spec, key)
 
     def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
-        inner = self.values._parts(self._values_spec(self._carrier._count(spec)))
+        inner = self.values._parts(TensorSpec((self._carrier._count(spec),)))
         values = tuple(dataclasses.replace(part, name=f"values.{part.name}") for part in inner)
         return self._carrier._structure(spec) + values
 
     def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
         values, structure = self._carrier._split(x, spec, key)
-        return structure + self.values._encode(values, self._values_spec(values.numel()), key)
+        return structure + self.values._encode(values, TensorSpec((values.numel(),)), key)
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         split = len(self._carrier._structure(spec))
         structure, inner = parts[:split], parts[split:]
-        values_spec = self._values_spec(self._carrier._actual_count(structure, spec))
+        values_spec = TensorSpec((self._carrier._actual_count(structure, spec),))
         sizes = [part.numel for part in self.values._parts(values_spec)]
         if sizes != [part.numel() for part in inner]:
             raise WireError(
