@@ -12,7 +12,7 @@ import functools
 import sys
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, TypeAlias
@@ -197,6 +197,26 @@ class Codec(ABC):
 
     _exact: ClassVar[bool] = True  # whether the sizes of `_parts` are exact
 
+    # What a subclass may write as well, to save passes over the tensor.
+
+    def _encode_with(
+        self, x: Tensor, residual: Tensor | None, decay: float, spec: TensorSpec, key: Key
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+        """Parts of e = x + decay * residual, how many of its elements are not finite, and what decoding loses of e.
+
+        ``x`` may hold NaN and Inf; they are encoded as 0. Without a residual there is no loss to return.
+        """
+        e, nonfinite = ops.accumulate(x, residual, decay)
+        parts = self._encode(e, spec, key)
+        return parts, nonfinite, None if residual is None else e - self._decode(parts, spec, key)
+
+    def _sum_into(self, payloads: Sequence[Payload], out: Tensor, *, add: bool) -> None:
+        """Write to flat ``out`` the sum of payloads, in their order, with ``add`` on top of what is there."""
+        for payload in payloads:
+            values = self._values(payload)
+            out.add_(values) if add else out.copy_(values)
+            add = True
+
     # What a user calls.
 
     def layout(self, spec: TensorSpec) -> Layout:
@@ -225,23 +245,33 @@ class Codec(ABC):
         spec = TensorSpec.of(x)  # first: it says what is wrong with a tensor
         if not isinstance(state, Mapping):
             raise ConfigError(f"`state` must be a mapping, from `codec.init(spec)`; got {type(state).__name__}.")
-        return self._payload(_flat(x), spec, key), state
+        return self._payload(_flat(x), spec, key)[0], state
 
     def decode(self, payload: Payload, out: Tensor | None = None) -> Tensor:
         """The tensor of a payload, in its own shape and dtype, or written into ``out``."""
-        values = self._values(payload)
-        spec = payload.spec
+        spec = self._checked(payload).spec
         if out is None:
-            values = saturating(values, spec.dtype).view(spec.shape)
+            values = saturating(self._values(payload), spec.dtype).view(spec.shape)
             return values.clone() if _shares_memory(values, payload.parts) else values
         _check_target("out", out, spec)
-        return out.copy_(saturating(values, out.dtype).view(out.shape))
+        if _is_plain(out):
+            self._sum_into([payload], out.view(-1), add=False)
+            return out
+        return out.copy_(saturating(self._values(payload), out.dtype).view(out.shape))
 
-    def decode_add(self, payload: Payload, acc: Tensor) -> None:
-        """Add the tensor of a payload to ``acc`` in place."""
-        values = self._values(payload)
-        _check_target("acc", acc, payload.spec)
-        acc.add_(values.view(acc.shape))
+    def decode_add(self, payload: Payload | Sequence[Payload], acc: Tensor) -> None:
+        """Add the tensor of a payload, or of several in their order, to ``acc`` in place.
+
+        Several at once cost one pass over ``acc``.
+        """
+        payloads = [payload] if isinstance(payload, Payload) else list(payload)
+        for each in payloads:
+            _check_target("acc", acc, self._checked(each).spec)
+        if _is_plain(acc):
+            self._sum_into(payloads, acc.view(-1), add=True)
+            return
+        for each in payloads:
+            acc.add_(self._values(each).view(acc.shape))
 
     def encode_feedback(
         self, x: Tensor, residual: Tensor, spec: TensorSpec, key: Key, decay: float = 1.0
@@ -250,12 +280,9 @@ class Codec(ABC):
 
         If e is not finite the residual comes back as it was.
         """
-        kept = _flat(residual)
-        e = _flat(x) + (kept if decay == 1.0 else kept * decay)
-        payload = self._payload(e, spec, key)
-        if int(payload.nonfinite):
-            return payload, residual
-        return payload, (e - self._values(payload)).view(spec.shape)
+        payload, rest = self._payload(_flat(x), spec, key, _flat(residual), decay)
+        assert rest is not None
+        return payload, rest.view(spec.shape)
 
     def finish(self, mean: Tensor, state: State) -> tuple[Tensor, State]:
         """What the mean of all ranks' decoded payloads stands for; most codecs: the mean itself."""
@@ -263,26 +290,31 @@ class Codec(ABC):
 
     # Between a payload and flat float32 values.
 
-    def _payload(self, flat: Tensor, spec: TensorSpec, key: Key) -> Payload:
-        """Encode the values of a tensor of that spec."""
+    def _payload(
+        self, flat: Tensor, spec: TensorSpec, key: Key, residual: Tensor | None = None, decay: float = 1.0
+    ) -> tuple[Payload, Tensor | None]:
+        """Encode the values of a tensor of that spec, with the residual if there is one; and the next residual."""
         if not isinstance(key, Key):
             raise ConfigError(f"`key` must be a gradwire.Key; got {type(key).__name__}.")
-        nonfinite = ops.count_nonfinite(flat)
-        if flat.device.type != "cpu" or int(nonfinite):
-            flat = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
-        parts = self._encode(flat, spec, key)
+        parts, nonfinite, rest = self._encode_with(flat, residual, decay, spec, key)
         order = _wire_order(self._parts(spec))
         owned = [part.clone() if _shares_memory(part, (flat,)) else part.contiguous() for part in parts]
-        return Payload(str(self), spec, key, tuple(owned[i] for i in order), nonfinite)
+        payload = Payload(str(self), spec, key, tuple(owned[i] for i in order), nonfinite)
+        if residual is None or rest is None:
+            return payload, None
+        return payload, ops.keep_residual(rest, residual, nonfinite)
 
     def _values(self, payload: Payload) -> Tensor:
         """Decode the values of a payload, after making sure that it is this codec's."""
+        return self._decode(self._checked_parts(self._checked(payload)), payload.spec, payload.key)
+
+    def _checked(self, payload: Payload) -> Payload:
         if not isinstance(payload, Payload):
             raise ConfigError(
                 f"`payload` must be a Payload; got {type(payload).__name__}. Bytes: gradwire.decode or wire.unpack."
             )
         payload.check_finite()
-        return self._decode(self._checked_parts(payload), payload.spec, payload.key)
+        return payload
 
     def _checked_parts(self, payload: Payload) -> tuple[Tensor, ...]:
         """Parts of a payload in the order of ``_parts``."""
@@ -328,6 +360,12 @@ class Carrier(Codec):
     def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         """The flat tensor of values and structure."""
 
+    def _leave(
+        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+    ) -> Tensor:
+        """What is left of e if of ``values`` only ``sent`` travelled; e may be overwritten."""
+        return e - self._join(sent, structure, spec, key)
+
     def _actual_count(self, structure: tuple[Tensor, ...], spec: TensorSpec) -> int:
         """How many values this payload has; a codec whose count varies reads it from its structure."""
         return self._count(spec)
@@ -348,6 +386,15 @@ class Carrier(Codec):
         values, structure = self._split(x, spec, key)
         return (saturating(values, self._values_dtype(spec)), *structure)
 
+    def _encode_with(
+        self, x: Tensor, residual: Tensor | None, decay: float, spec: TensorSpec, key: Key
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+        e, nonfinite = ops.accumulate(x, residual, decay)
+        values, structure = self._split(e, spec, key)
+        sent = saturating(values, self._values_dtype(spec))
+        rest = None if residual is None else self._leave(e, values, sent.to(torch.float32), structure, spec, key)
+        return (sent, *structure), nonfinite, rest
+
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         values, structure = parts[0], parts[1:]
         count = self._actual_count(structure, spec)
@@ -365,6 +412,11 @@ def fields_of(cls: type[Codec]) -> dict[str, tuple[dataclasses.Field[Any], Any]]
 
 def _flat(x: Tensor) -> Tensor:
     return x.detach().reshape(-1).to(torch.float32)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether kernels can write to it as it is."""
+    return x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad
 
 
 def _shares_memory(x: Tensor, others: Iterable[Tensor]) -> bool:

@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from gradwire.codecs.base import Codec, Part
+from gradwire.kernels import ops
+from gradwire.kernels.formats import Format
+from gradwire.wire import Key, Payload, TensorSpec
+
+
+class Blocks(Codec):
+    """A codec that is one :class:`Format`: codes, and a scale a block."""
+
+    _names: ClassVar[tuple[str, str]] = ("scales", "codes")
+
+    @property
+    @abstractmethod
+    def _format(self) -> Format:
+        """What the kernels are told."""
+
+    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
+        form, (scales, codes) = self._format, self._names
+        values = Part(codes, form.code_dtype, form.code_count(spec.numel))
+        return (Part(scales, form.scales, form.scale_count(spec.numel)), values) if form.scales else (values,)
+
+    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
+        return self._encode_with(x, None, 1.0, spec, key)[0]
+
+    def _encode_with(
+        self, x: Tensor, residual: Tensor | None, decay: float, spec: TensorSpec, key: Key
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+        form = self._format
+        codes, scales, nonfinite, rest = ops.encode_blocks(x, form, key, residual, decay)
+        return (scales, codes) if form.scales else (codes,), nonfinite, rest
+
+    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        out = torch.empty(spec.numel, dtype=torch.float32, device=parts[-1].device)
+        ops.decode_blocks(out, [(parts[-1], parts[0])], self._format, add=False)
+        return out
+
+    def _sum_into(self, payloads: Sequence[Payload], out: Tensor, *, add: bool) -> None:
+        parts = [self._checked_parts(payload) for payload in payloads]
+        ops.decode_blocks(out, [(each[-1], each[0]) for each in parts], self._format, add=add)
+
 
 SCALE_DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

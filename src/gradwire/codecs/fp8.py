@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, cast
+from typing import ClassVar, Final, Literal, cast
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Laws, Part
-from gradwire.codecs.blocks import SCALE_DTYPES, block_absmax, saturation
+from gradwire.codecs.base import Codec, Laws
+from gradwire.codecs.blocks import SCALE_DTYPES, Blocks, block_absmax, saturation
 from gradwire.codecs.registry import register
-from gradwire.kernels import ops
+from gradwire.kernels.formats import Float8, Format
 from gradwire.kernels.law import FLOOR
 from gradwire.wire import Key, TensorSpec
 
@@ -21,10 +20,10 @@ _FORMS: Final = {"e4m3": (2.0**-4, 2.0**-10, 448.0), "e5m2": (2.0**-3, 2.0**-17,
 
 @register
 @dataclass(frozen=True)
-class FP8(Codec):
+class FP8(Blocks):
     """Eight-bit floats; each block is scaled so that its maximum is the format's largest value.
 
-    >>> import gradwire
+    >>> import gradwire, torch
     >>> gradwire.decode(gradwire.encode(torch.tensor([1e-3, 0.5, -1.0]), "fp8:e4m3"))
     tensor([ 9.7466e-04,  4.9902e-01, -9.9805e-01])
     """
@@ -61,15 +60,6 @@ class FP8(Codec):
         step = block_absmax(x, self.block) / largest * (1 + 2.0**-6)
         return x.abs() * (relative * (1 + 2.0**-6)) + step * smallest + saturation(x, self.block) + FLOOR
 
-    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
-        blocks = -(-spec.numel // self.block)
-        return Part("scales", SCALE_DTYPES[self.scale], blocks), Part("codes", torch.uint8, spec.numel)
-
-    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        form = cast(ops.Float8, self.form)
-        codes, scales = ops.quantize_float8(x, form, self.block, SCALE_DTYPES[self.scale])
-        return scales, codes
-
-    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        scales, codes = parts
-        return ops.dequantize_float8(codes, scales, cast(ops.Float8, self.form), self.block)
+    @property
+    def _format(self) -> Format:
+        return Float8(self.block, cast(Literal["e4m3", "e5m2"], self.form), SCALE_DTYPES[self.scale])

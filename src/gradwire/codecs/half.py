@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Laws, Part
+from gradwire.codecs.base import Laws
+from gradwire.codecs.blocks import Blocks
 from gradwire.codecs.registry import register
-from gradwire.kernels import ops
+from gradwire.kernels import formats
 from gradwire.wire import Key, TensorSpec
 
 
-class _Half(Codec):
-    _form: ClassVar[ops.Half]
+class _Half(Blocks):
+    _names = ("", "values")
+    _form: ClassVar[Literal["fp16", "bf16", "truncate16"]]
     _dtype: ClassVar[torch.dtype]
     _relative: ClassVar[float]  # largest relative error of a normal value
     _smallest: ClassVar[float]  # spacing of the denormals
@@ -34,14 +36,9 @@ class _Half(Codec):
         excess = (x.abs() - torch.finfo(self._dtype).max).clamp(min=0.0)
         return x.abs() * self._relative + self._smallest + excess
 
-    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
-        return (Part("values", self._dtype, spec.numel),)
-
-    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        return (ops.encode_half(x, self._form),)
-
-    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        return ops.decode_half(parts[0])
+    @property
+    def _format(self) -> formats.Format:
+        return formats.Half(1 << 16, self._form)
 
 
 @register

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Laws, Part
-from gradwire.codecs.blocks import SCALE_DTYPES, block_absmax, saturation
+from gradwire.codecs.base import Codec, Laws
+from gradwire.codecs.blocks import SCALE_DTYPES, Blocks, block_absmax, saturation
 from gradwire.codecs.registry import register
-from gradwire.kernels import ops
+from gradwire.kernels.formats import Format, Integer
 from gradwire.kernels.law import FLOOR
 from gradwire.wire import Key, TensorSpec
 
@@ -21,7 +20,7 @@ _ANY: Final = TensorSpec((1,))  # the laws of integers are the same for all tens
 
 
 @dataclass(frozen=True)
-class _Integer(Codec):
+class _Integer(Blocks):
     """Integers in [-q, q], q = 2**(bits - 1) - 1, times a scale a block.
 
     The scale follows the block's maximum. At 3 bits and fewer, rounding to nearest, it minimizes the squared error
@@ -49,7 +48,7 @@ class _Integer(Codec):
         return (1 << (self._bits - 1)) - 1
 
     @property
-    def _scaling(self) -> ops.Scaling:
+    def _scaling(self) -> Literal["absmax", "mse", "stochastic"]:
         if self.rounding == "stochastic":
             return "stochastic"
         return "mse" if self._bits <= 3 else "absmax"
@@ -82,18 +81,9 @@ class _Integer(Codec):
         step = step if self.rounding == "stochastic" else step / 2
         return step + saturation(x, self.block) + FLOOR
 
-    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
-        blocks, codes = -(-spec.numel // self.block), -(-spec.numel * self._bits // 8)
-        return Part("scales", SCALE_DTYPES[self.scale], blocks), Part("codes", torch.uint8, codes)
-
-    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        dtype = SCALE_DTYPES[self.scale]
-        codes, scales = ops.quantize_blocks(x, self._bits, self.block, dtype, self._scaling, key)
-        return scales, codes
-
-    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        scales, codes = parts
-        return ops.dequantize_blocks(codes, scales, self._bits, self.block, spec.numel)
+    @property
+    def _format(self) -> Format:
+        return Integer(self.block, self._bits, SCALE_DTYPES[self.scale], self._scaling)
 
 
 @register
@@ -101,7 +91,7 @@ class _Integer(Codec):
 class Int8(_Integer):
     """Eight bits a value: as good as float32 in training, at a quarter of its bytes.
 
-    >>> import gradwire
+    >>> import gradwire, torch
     >>> gradwire.decode(gradwire.encode(torch.tensor([0.1, -1.0, 0.0]), "int8"))
     tensor([ 0.1024, -0.9999,  0.0000])
     """
@@ -116,7 +106,7 @@ class Int8(_Integer):
 class Int4(_Integer):
     """Four bits a value: still as good as float32 with Adam, without error feedback.
 
-    >>> import gradwire
+    >>> import gradwire, torch
     >>> len(gradwire.encode(torch.ones(128_000), "int4")) / (4 * 128_000)
     0.1290625
     """
@@ -130,7 +120,7 @@ class Int4(_Integer):
 class Int3(_Integer):
     """Three bits a value, with the block scale of least squared error.
 
-    >>> import gradwire
+    >>> import gradwire, torch
     >>> gradwire.codec("int3").wants_feedback
     True
     """
@@ -144,7 +134,7 @@ class Int3(_Integer):
 class Int2(_Integer):
     """Two bits a value: -1, 0 or 1 times the block scale of least squared error.
 
-    >>> import gradwire
+    >>> import gradwire, torch
     >>> gradwire.decode(gradwire.encode(torch.tensor([0.9, -1.1, 0.1]), "int2"))
     tensor([ 1., -1.,  0.])
     """

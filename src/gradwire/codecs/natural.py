@@ -5,31 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Laws, Part
-from gradwire.codecs.blocks import block_absmax
+from gradwire.codecs.base import Laws
+from gradwire.codecs.blocks import Blocks, block_absmax
 from gradwire.codecs.registry import register
-from gradwire.kernels import ops
+from gradwire.kernels import formats
 from gradwire.kernels.law import FLOOR
 from gradwire.wire import Key, TensorSpec
 
 
 @register
 @dataclass(frozen=True)
-class Natural(Codec):
+class Natural(Blocks):
     """Natural compression (Horváth et al., 2019): a sign and 7 bits of exponent below the block's largest.
 
     Values 2**126 times smaller than their block's maximum become 0 or that smallest level. At the edge of float32
     (2**127 and beyond) values become 2**127.
 
-    >>> import gradwire
+    >>> import gradwire, torch
     >>> gradwire.decode(gradwire.encode(torch.tensor([4.0, -0.5, 0.0]), "natural"))
     tensor([ 4.0000, -0.5000,  0.0000])
     """
 
     id: ClassVar[str] = "natural"
+    _names = ("tops", "codes")
     block: int = field(default=256, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -44,14 +44,6 @@ class Natural(Codec):
         """Never further than the value itself, or the smallest level."""
         return x.abs() + block_absmax(x, self.block) * 2.0**-124 + FLOOR
 
-    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
-        blocks = -(-spec.numel // self.block)
-        return Part("tops", torch.uint8, blocks), Part("codes", torch.uint8, spec.numel)
-
-    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        codes, tops = ops.quantize_natural(x, self.block, key)
-        return tops, codes
-
-    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        tops, codes = parts
-        return ops.dequantize_natural(codes, tops, self.block)
+    @property
+    def _format(self) -> formats.Format:
+        return formats.Natural(self.block)

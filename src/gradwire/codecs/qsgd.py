@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Part
+from gradwire.codecs.base import Codec
 from gradwire.codecs.registry import register
 from gradwire.codecs.unbiased import Shrinkable
-from gradwire.kernels import ops
+from gradwire.kernels.formats import Format, Levels
 from gradwire.wire import Key, TensorSpec
 
 
@@ -29,6 +29,7 @@ class QSGD(Shrinkable):
     """
 
     id: ClassVar[str] = "qsgd"
+    _names = ("norms", "codes")
     levels: int = 16
 
     def __post_init__(self) -> None:
@@ -51,15 +52,6 @@ class QSGD(Shrinkable):
         saturated = (norm - torch.finfo(torch.float32).max).clamp(min=0)
         return step + (1 - self.shrink) * x.abs() + x.abs() * 1e-6 + saturated + 1e-30
 
-    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
-        bits = (2 * self.levels).bit_length()
-        blocks, codes = -(-spec.numel // self.block), -(-spec.numel * bits // 8)
-        return Part("norms", torch.float32, blocks), Part("codes", torch.uint8, codes)
-
-    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        codes, norms = ops.quantize_levels(x, self.levels, self.block, self.shrink, key)
-        return norms, codes
-
-    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        norms, codes = parts
-        return ops.dequantize_levels(codes, norms, self.levels, self.block, spec.numel)
+    @property
+    def _format(self) -> Format:
+        return Levels(self.block, self.levels, self.shrink)

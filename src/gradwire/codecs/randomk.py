@@ -79,6 +79,14 @@ class RandomK(Carrier):
     def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
         return x[self._indices(spec, key, x.device)], ()
 
+    def _leave(
+        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+    ) -> Tensor:
+        if self.unbiased:
+            return super()._leave(e, values, sent, structure, spec, key)
+        ops.scatter(e, self._indices(spec, key, e.device), values - sent, add=False)
+        return e
+
     def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         if self.unbiased and values.numel():
             # Here and not before they travel: in 16 bits the product could overflow.
@@ -87,5 +95,5 @@ class RandomK(Carrier):
             limit = torch.finfo(torch.float32).max
             values = (values * lengths).clamp(-limit, limit)
         out = torch.zeros(spec.numel, dtype=torch.float32, device=values.device)
-        out[self._indices(spec, key, values.device)] = values
+        ops.scatter(out, self._indices(spec, key, values.device), values, add=False)
         return out

@@ -5,28 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Laws, Part
-from gradwire.codecs.blocks import SCALE_DTYPES, block_mean
+from gradwire.codecs.base import Codec, Laws
+from gradwire.codecs.blocks import SCALE_DTYPES, Blocks, block_mean
 from gradwire.codecs.registry import register
-from gradwire.kernels import ops
+from gradwire.kernels import formats
 from gradwire.kernels.law import FLOOR
 from gradwire.wire import Key, TensorSpec
 
 
 @register
 @dataclass(frozen=True)
-class Sign(Codec):
+class Sign(Blocks):
     """One bit a value. A single 0 decodes to plus the block's mean magnitude; a block of zeros to zeros.
 
-    >>> import gradwire
+    >>> import gradwire, torch
     >>> gradwire.decode(gradwire.encode(torch.tensor([1.0, -3.0]), "sign"))
     tensor([ 2., -2.])
     """
 
     id: ClassVar[str] = "sign"
+    _names = ("scales", "signs")
     block: int = field(default=128, kw_only=True)
     scale: str = field(default="bf16", kw_only=True)
 
@@ -49,14 +49,6 @@ class Sign(Codec):
         mean = block_mean(x, self.block) * (1 + 2.0**-7)
         return x.abs() + mean + FLOOR
 
-    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
-        blocks = -(-spec.numel // self.block)
-        return Part("scales", SCALE_DTYPES[self.scale], blocks), Part("signs", torch.uint8, -(-spec.numel // 8))
-
-    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        signs, scales = ops.quantize_sign(x, self.block, SCALE_DTYPES[self.scale])
-        return scales, signs
-
-    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        scales, signs = parts
-        return ops.dequantize_sign(signs, scales, self.block, spec.numel)
+    @property
+    def _format(self) -> formats.Format:
+        return formats.Sign(self.block, SCALE_DTYPES[self.scale])

@@ -67,9 +67,15 @@ class Sparse(Carrier):
         indices = self._select(x, spec, key)
         return x[indices], (pack(indices, spec.numel),)
 
+    def _leave(
+        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+    ) -> Tensor:
+        ops.scatter(e, unpack(structure[0], spec.numel, values.numel()), values - sent, add=False)
+        return e
+
     def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         out = torch.zeros(spec.numel, dtype=torch.float32, device=values.device)
-        out[unpack(structure[0], spec.numel, values.numel())] = values
+        ops.scatter(out, unpack(structure[0], spec.numel, values.numel()), values, add=False)
         return out
 
 

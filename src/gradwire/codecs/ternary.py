@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, Part
+from gradwire.codecs.base import Codec
 from gradwire.codecs.blocks import block_absmax
 from gradwire.codecs.registry import register
 from gradwire.codecs.unbiased import Shrinkable
-from gradwire.kernels import ops
+from gradwire.kernels import formats
 from gradwire.kernels.law import FLOOR
 from gradwire.wire import Key, TensorSpec
 
@@ -23,7 +22,7 @@ from gradwire.wire import Key, TensorSpec
 class Ternary(Shrinkable):
     """TernGrad (Wen et al., 2017), five values to a byte: 1.6 bits a value and a float32 a block.
 
-    >>> import gradwire
+    >>> import gradwire, torch
     >>> gradwire.decode(gradwire.encode(torch.tensor([2.0, 0.0, -2.0]), "ternary"))
     tensor([ 2.,  0., -2.])
     """
@@ -43,14 +42,6 @@ class Ternary(Shrinkable):
         """The block's maximum, and what shrinking takes away."""
         return block_absmax(x, self.block) * (1 + 2.0**-20) + FLOOR
 
-    def _parts(self, spec: TensorSpec) -> tuple[Part, ...]:
-        blocks = -(-spec.numel // self.block)
-        return Part("scales", torch.float32, blocks), Part("codes", torch.uint8, -(-spec.numel // 5))
-
-    def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        codes, scales = ops.quantize_ternary(x, self.block, self.shrink, key)
-        return scales, codes
-
-    def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        scales, codes = parts
-        return ops.dequantize_ternary(codes, scales, self.block, spec.numel)
+    @property
+    def _format(self) -> formats.Format:
+        return formats.Ternary(self.block, self.shrink)

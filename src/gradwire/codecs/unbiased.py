@@ -7,11 +7,12 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 
 from gradwire.codecs.base import Codec, Laws
+from gradwire.codecs.blocks import Blocks
 from gradwire.wire import TensorSpec
 
 
 @dataclass(frozen=True)
-class Shrinkable(Codec):
+class Shrinkable(Blocks):
     """A codec of x̂ with E[x̂] = x, that sends ``shrink`` times x̂.
 
     Below 1 that trades the bias for a contraction, which error feedback needs; 1 / (1 + variance) is the best value.

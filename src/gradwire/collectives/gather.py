@@ -80,8 +80,7 @@ class _PendingGather:
         if bad:
             raise NonFiniteError(f"{where}: NaN or Inf on ranks {bad}.")
         total = torch.zeros(self.mine.spec.shape)
-        for payload in payloads:
-            self.codec.decode_add(payload, total)
+        self.codec.decode_add(payloads, total)
         if int(ops.count_nonfinite(total.view(-1))):
             raise NonFiniteError(f"{where}: the sum of all ranks leaves float32.")
         mean, state = self.codec.finish(total / len(payloads), self.state)

@@ -27,52 +27,84 @@ use whole registers of counters.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from gradwire.kernels.formats import Format
 from gradwire.kernels.select import op
 from gradwire.wire import Key
 
 __all__ = [
+    "accumulate",
     "count_nonfinite",
-    "decode_half",
-    "dequantize_blocks",
-    "dequantize_float8",
-    "dequantize_levels",
-    "dequantize_natural",
-    "dequantize_sign",
-    "dequantize_ternary",
-    "encode_half",
-    "hadamard",
+    "decode_blocks",
+    "encode_blocks",
+    "keep_residual",
+    "outer_residual",
     "pack_bits",
     "pack_indices",
-    "quantize_blocks",
-    "quantize_float8",
-    "quantize_levels",
-    "quantize_natural",
-    "quantize_sign",
-    "quantize_ternary",
     "random_bits",
-    "random_signs",
+    "rotate",
+    "scatter",
     "select_block_top",
     "select_random",
     "select_threshold",
     "select_top",
+    "thin_products",
+    "thin_transposed_products",
     "unpack_bits",
     "unpack_indices",
+    "unrotate",
 ]
 
-Half = Literal["fp16", "bf16", "truncate16"]
-Float8 = Literal["e4m3", "e5m2"]
-Scaling = Literal["absmax", "mse", "stochastic"]
+
+# Before and after an encode
 
 
 @op
 def count_nonfinite(x: Tensor) -> Tensor:
     """How many elements are NaN or Inf: a 0-d int64 tensor on the device of ``x``."""
     raise NotImplementedError
+
+
+@op
+def accumulate(x: Tensor, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
+    """e = x + decay * residual with NaN and Inf replaced by 0, and how many there were (0-d int64).
+
+    A new tensor if there is a residual; without one it may be ``x`` itself.
+    """
+    raise NotImplementedError
+
+
+@op
+def keep_residual(new: Tensor, old: Tensor, nonfinite: Tensor) -> Tensor:
+    """``new``, or what ``old`` holds if ``nonfinite`` is not 0; ``new`` may be overwritten to become that."""
+    raise NotImplementedError
+
+
+# Dense formats
+
+
+@op
+def encode_blocks(
+    x: Tensor, form: Format, key: Key, residual: Tensor | None = None, decay: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Encode e = x + decay * residual: codes, scales (empty if the format has none), nonfinite count, e - decoded.
+
+    Elements of e that are NaN or Inf are encoded as 0. Without a residual the last result is None.
+    """
+    raise NotImplementedError
+
+
+@op
+def decode_blocks(out: Tensor, payloads: Sequence[tuple[Tensor, Tensor]], form: Format, add: bool) -> None:
+    """Write to ``out`` the sum of payloads (codes, scales), in their order; with ``add``, on top of what is there."""
+    raise NotImplementedError
+
+
+# Bits and random bits
 
 
 @op
@@ -93,95 +125,7 @@ def unpack_bits(data: Tensor, bits: int, count: int) -> Tensor:
     raise NotImplementedError
 
 
-@op
-def encode_half(x: Tensor, form: Half) -> Tensor:
-    """Float32 to 16 bits: nearest, saturating at the largest finite value; ``truncate16``: toward zero."""
-    raise NotImplementedError
-
-
-@op
-def decode_half(data: Tensor) -> Tensor:
-    """16 bits to float32."""
-    raise NotImplementedError
-
-
-@op
-def quantize_blocks(
-    x: Tensor, bits: int, block: int, scale_dtype: torch.dtype, scaling: Scaling, key: Key
-) -> tuple[Tensor, Tensor]:
-    """Packed codes and block scales of integers in [-q, q], q = 2**(bits - 1) - 1, stored with q added.
-
-    ``absmax``: scale = max * (1 / q). ``mse``: least squares, by four rounds of codes = nearest(x / scale), scale =
-    sum(x * codes) / sum(codes**2), from a start of c * mean|x|; sums are of x over the power of two of its block's
-    maximum. ``stochastic``: absmax with stochastic rounding.
-    """
-    raise NotImplementedError
-
-
-@op
-def dequantize_blocks(codes: Tensor, scales: Tensor, bits: int, block: int, count: int) -> Tensor:
-    """Float32 values of ``quantize_blocks``."""
-    raise NotImplementedError
-
-
-@op
-def quantize_float8(x: Tensor, form: Float8, block: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One byte an element and block scales; a block's maximum becomes the format's largest value."""
-    raise NotImplementedError
-
-
-@op
-def dequantize_float8(codes: Tensor, scales: Tensor, form: Float8, block: int) -> Tensor:
-    """Float32 values of ``quantize_float8``."""
-    raise NotImplementedError
-
-
-@op
-def quantize_sign(x: Tensor, block: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One bit an element (1: negative) and the mean magnitude of each block."""
-    raise NotImplementedError
-
-
-@op
-def dequantize_sign(codes: Tensor, scales: Tensor, block: int, count: int) -> Tensor:
-    """Float32 values of ``quantize_sign``."""
-    raise NotImplementedError
-
-
-@op
-def quantize_levels(x: Tensor, levels: int, block: int, shrink: float, key: Key) -> tuple[Tensor, Tensor]:
-    """QSGD: stochastic multiples of norm / levels, the norm of a block being its l2 norm; float32 norms x shrink."""
-    raise NotImplementedError
-
-
-@op
-def dequantize_levels(codes: Tensor, norms: Tensor, levels: int, block: int, count: int) -> Tensor:
-    """Float32 values of ``quantize_levels``."""
-    raise NotImplementedError
-
-
-@op
-def quantize_ternary(x: Tensor, block: int, shrink: float, key: Key) -> tuple[Tensor, Tensor]:
-    """TernGrad: stochastic {-1, 0, 1} x the block's maximum, five to a byte (base 3); float32 maxima x shrink."""
-    raise NotImplementedError
-
-
-@op
-def dequantize_ternary(codes: Tensor, scales: Tensor, block: int, count: int) -> Tensor:
-    """Float32 values of ``quantize_ternary``."""
-    raise NotImplementedError
-
-
-@op
-def quantize_natural(x: Tensor, block: int, key: Key) -> tuple[Tensor, Tensor]:
-    """Stochastic powers of two: sign and 7 bits below the block's top exponent; 0 is zero."""
-    raise NotImplementedError
-
-
-@op
-def dequantize_natural(codes: Tensor, tops: Tensor, block: int) -> Tensor:
-    """Float32 values of ``quantize_natural``."""
-    raise NotImplementedError
+# Selection
 
 
 @op
@@ -209,6 +153,12 @@ def select_random(total: int, count: int, key: Key, *, device: torch.device) -> 
 
 
 @op
+def scatter(out: Tensor, indices: Tensor, values: Tensor, add: bool) -> None:
+    """Put values at distinct indices of ``out``, or add them there."""
+    raise NotImplementedError
+
+
+@op
 def pack_indices(indices: Tensor, total: int, width: int) -> Tensor:
     """Elias-Fano code of k sorted indices below ``total``: upper bits, from the next byte on lower bits.
 
@@ -224,16 +174,43 @@ def unpack_indices(data: Tensor, total: int, count: int, width: int) -> Tensor:
     raise NotImplementedError
 
 
+# Rotation
+
+
 @op
-def random_signs(key: Key, count: int, *, device: torch.device) -> Tensor:
-    """Float32 ``count`` values of -1 or 1 (lowest bit of the draw set: -1), of the rotation's stream."""
+def rotate(x: Tensor, key: Key, block: int) -> Tensor:
+    """Signs flipped at random, then the orthonormal Hadamard transform of each block, a power of 4.
+
+    Padded with zeros to whole blocks; values are cut at 3.4e38 / (2 * block) first. A sign is flipped where the lowest
+    bit of the draw of the rotation's stream is set. The transform multiplies by 1 / sqrt(block), an exact power of
+    two, first; then come butterflies (a + b, a - b) of distance 1, 2, 4, ...
+    """
     raise NotImplementedError
 
 
 @op
-def hadamard(x: Tensor, block: int) -> Tensor:
-    """Orthonormal Hadamard transform of each block of ``block`` (a power of 4; ``x`` has whole blocks).
+def unrotate(x: Tensor, key: Key, block: int, count: int) -> Tensor:
+    """The first ``count`` values of the inverse: the same transform, then the same signs. ``x`` has whole blocks."""
+    raise NotImplementedError
 
-    Multiplied by 1 / sqrt(block), an exact power of two, first; then butterflies of distance 1, 2, 4, ...
-    """
+
+# Low rank: not to the byte. A sum of n products differs from the exact one by at most n * 2**-23 times the sum of
+# their magnitudes, which holds for any order of summation.
+
+
+@op
+def thin_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Tensor]:
+    """M @ Q of each matrix (n x m) with its thin one (m x r)."""
+    raise NotImplementedError
+
+
+@op
+def thin_transposed_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Tensor]:
+    """M.T @ P of each matrix (n x m) with its thin one (n x r)."""
+    raise NotImplementedError
+
+
+@op
+def outer_residual(matrices: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+    """M - P @ Q.T of each matrix (n x m), P (n x r) and Q (m x r)."""
     raise NotImplementedError

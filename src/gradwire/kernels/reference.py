@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gradwire.errors import WireError
+from gradwire.kernels.formats import Float8, Format, Half, Integer, Levels, Natural, Sign, Ternary
 from gradwire.kernels.law import (
     FLOOR,
     LANES,
@@ -24,7 +26,25 @@ from gradwire.wire import Key
 
 _MAX32: Final = torch.finfo(torch.float32).max
 _FLOAT8: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_HALF: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+# Before and after an encode
+
+
+def count_nonfinite(x: Tensor) -> Tensor:
+    return x.numel() - torch.isfinite(x).sum()
+
+
+def accumulate(x: Tensor, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
+    e = x if residual is None else x + (residual if decay == 1.0 else residual * decay)
+    nonfinite = count_nonfinite(e)
+    if e.device.type != "cpu" or int(nonfinite):  # elsewhere than on the CPU, to look would be to wait
+        e = torch.nan_to_num(e, nan=0.0, posinf=0.0, neginf=0.0)
+    return e, nonfinite
+
+
+def keep_residual(new: Tensor, old: Tensor, nonfinite: Tensor) -> Tensor:
+    return torch.where(nonfinite > 0, old, new)
 
 
 # Random bits
@@ -144,7 +164,7 @@ def _store_scale(scale: Tensor, dtype: torch.dtype, largest_code: float, *, up: 
 @functools.cache
 def _largest_scale(largest_code: float, dtype: torch.dtype) -> float:
     below = torch.nextafter(torch.tensor(_MAX32 / largest_code), torch.tensor(0.0))
-    return float(encode_half(below, "truncate16") if dtype == torch.bfloat16 else below)
+    return float(_truncate16(below) if dtype == torch.bfloat16 else below)
 
 
 def _reciprocal(number: float) -> float:
@@ -168,17 +188,39 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, 1.0 / scale, 0.0)[:, None]
 
 
-def quantize_blocks(
-    x: Tensor, bits: int, block: int, scale_dtype: torch.dtype, scaling: str, key: Key
-) -> tuple[Tensor, Tensor]:
-    limit = 2 ** (bits - 1) - 1
-    rows = _blocks(x, block)
-    scale = _mse_scale(rows, bits, limit, x.numel()) if scaling == "mse" else _absmax(rows) * _reciprocal(limit)
-    stored = _store_scale(scale, scale_dtype, limit, up=scaling == "stochastic")
+def encode_blocks(
+    x: Tensor, form: Format, key: Key, residual: Tensor | None = None, decay: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    e, nonfinite = accumulate(x, residual, decay)
+    codes, scales = _FORMATS[type(form)][0](e, form, key)
+    if residual is None:
+        return codes, scales, nonfinite, None
+    return codes, scales, nonfinite, e - _decode(codes, scales, form, x.numel())
+
+
+def decode_blocks(out: Tensor, payloads: Sequence[tuple[Tensor, Tensor]], form: Format, add: bool) -> None:
+    for codes, scales in payloads:
+        values = _decode(codes, scales, form, out.numel())
+        out.copy_(out + values if add else values)
+        add = True
+
+
+def _decode(codes: Tensor, scales: Tensor, form: Format, count: int) -> Tensor:
+    values: Tensor = _FORMATS[type(form)][1](codes, scales, form, count)
+    return values
+
+
+def _encode_integer(x: Tensor, form: Integer, key: Key) -> tuple[Tensor, Tensor]:
+    limit, rows = form.limit, _blocks(x, form.block)
+    if form.scaling == "mse":
+        scale = _mse_scale(rows, form.bits, limit, x.numel())
+    else:
+        scale = _absmax(rows) * _reciprocal(limit)
+    stored = _store_scale(scale, form.scale_dtype, limit, up=form.random)
     codes = rows * _inverse(stored)
-    codes = _round(codes, key, x.numel()) if scaling == "stochastic" else torch.round(codes)
+    codes = _round(codes, key, x.numel()) if form.random else torch.round(codes)
     codes = codes.clamp(-limit, limit) + limit
-    return pack_bits(codes.view(-1)[: x.numel()].to(torch.uint8), bits), stored
+    return pack_bits(codes.view(-1)[: x.numel()].to(torch.uint8), form.bits), stored
 
 
 def _mse_scale(rows: Tensor, bits: int, limit: int, count: int) -> Tensor:
@@ -194,41 +236,40 @@ def _mse_scale(rows: Tensor, bits: int, limit: int, count: int) -> Tensor:
     return torch.where(largest > 0, scale * _power_of_two(exponent), 0.0)
 
 
-def dequantize_blocks(codes: Tensor, scales: Tensor, bits: int, block: int, count: int) -> Tensor:
-    limit = 2 ** (bits - 1) - 1
-    values = (unpack_bits(codes, bits, count) - limit).to(torch.float32)
-    return _times_scale(values, scales, block)
+def _decode_integer(codes: Tensor, scales: Tensor, form: Integer, count: int) -> Tensor:
+    values = (unpack_bits(codes, form.bits, count) - form.limit).to(torch.float32)
+    return _times_scale(values, scales, form.block)
 
 
 def _times_scale(values: Tensor, scales: Tensor, block: int) -> Tensor:
     return (_blocks(values, block) * scales.to(torch.float32)[:, None]).view(-1)[: values.numel()]
 
 
-def quantize_float8(x: Tensor, form: str, block: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    dtype = _FLOAT8[form]
+def _encode_float8(x: Tensor, form: Float8, key: Key) -> tuple[Tensor, Tensor]:
+    dtype = _FLOAT8[form.form]
     limit = torch.finfo(dtype).max
-    rows = _blocks(x, block)
-    stored = _store_scale(_absmax(rows) * _reciprocal(limit), scale_dtype, limit, up=False)
+    rows = _blocks(x, form.block)
+    stored = _store_scale(_absmax(rows) * _reciprocal(limit), form.scale_dtype, limit, up=False)
     codes = (rows * _inverse(stored)).clamp(-limit, limit).to(dtype)
     return codes.view(torch.uint8).view(-1)[: x.numel()], stored
 
 
-def dequantize_float8(codes: Tensor, scales: Tensor, form: str, block: int) -> Tensor:
-    return _times_scale(codes.contiguous().view(_FLOAT8[form]).to(torch.float32), scales, block)
+def _decode_float8(codes: Tensor, scales: Tensor, form: Float8, count: int) -> Tensor:
+    return _times_scale(codes.contiguous().view(_FLOAT8[form.form]).to(torch.float32), scales, form.block)
 
 
-def quantize_sign(x: Tensor, block: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows = _blocks(x, block)
+def _encode_sign(x: Tensor, form: Sign, key: Key) -> tuple[Tensor, Tensor]:
+    rows = _blocks(x, form.block)
     mean = torch.where(_absmax(rows) > 0, _means(rows.abs(), x.numel()), 0.0)
-    return pack_bits((x < 0).to(torch.uint8), 1), _store_scale(mean, scale_dtype, 1.0, up=False)
+    return pack_bits((x < 0).to(torch.uint8), 1), _store_scale(mean, form.scale_dtype, 1.0, up=False)
 
 
-def dequantize_sign(codes: Tensor, scales: Tensor, block: int, count: int) -> Tensor:
-    return _times_scale(1.0 - 2.0 * unpack_bits(codes, 1, count).to(torch.float32), scales, block)
+def _decode_sign(codes: Tensor, scales: Tensor, form: Sign, count: int) -> Tensor:
+    return _times_scale(1.0 - 2.0 * unpack_bits(codes, 1, count).to(torch.float32), scales, form.block)
 
 
-def quantize_levels(x: Tensor, levels: int, block: int, shrink: float, key: Key) -> tuple[Tensor, Tensor]:
-    rows = _blocks(x, block)
+def _encode_levels(x: Tensor, form: Levels, key: Key) -> tuple[Tensor, Tensor]:
+    levels, rows = form.levels, _blocks(x, form.block)
     # Squares are taken of x over its block's maximum, so that they neither overflow nor vanish.
     largest = _absmax(rows)
     ratio = rows * _inverse(largest)
@@ -236,34 +277,34 @@ def quantize_levels(x: Tensor, levels: int, block: int, shrink: float, key: Key)
     norm = norm.clamp(max=_MAX32)
     magnitude = (rows.abs() * _inverse(norm) * float(levels)).clamp(max=float(levels))
     codes = torch.copysign(_round(magnitude, key, x.numel()), rows) + float(levels)
-    stored = (norm * shrink).clamp(max=_MAX32)
-    return pack_bits(codes.view(-1)[: x.numel()].to(torch.int64), (2 * levels).bit_length()), stored
+    stored = (norm * form.shrink).clamp(max=_MAX32)
+    return pack_bits(codes.view(-1)[: x.numel()].to(torch.int64), form.bits), stored
 
 
-def dequantize_levels(codes: Tensor, norms: Tensor, levels: int, block: int, count: int) -> Tensor:
-    values = (unpack_bits(codes, (2 * levels).bit_length(), count) - levels).to(torch.float32)
-    return _times_scale(values * _reciprocal(levels), norms, block)
+def _decode_levels(codes: Tensor, norms: Tensor, form: Levels, count: int) -> Tensor:
+    values = (unpack_bits(codes, form.bits, count) - form.levels).to(torch.float32)
+    return _times_scale(values * _reciprocal(form.levels), norms, form.block)
 
 
-def quantize_ternary(x: Tensor, block: int, shrink: float, key: Key) -> tuple[Tensor, Tensor]:
-    rows = _blocks(x, block)
+def _encode_ternary(x: Tensor, form: Ternary, key: Key) -> tuple[Tensor, Tensor]:
+    rows = _blocks(x, form.block)
     scale = _absmax(rows)
     codes = torch.copysign(_round(rows.abs() * _inverse(scale), key, x.numel()).clamp(max=1.0), rows) + 1.0
     digits = _blocks(codes.view(-1)[: x.numel()].to(torch.int64), 5)
-    return (digits * _powers(3, 5, x.device)).sum(dim=1).to(torch.uint8), scale * shrink
+    return (digits * _powers(3, 5, x.device)).sum(dim=1).to(torch.uint8), scale * form.shrink
 
 
-def dequantize_ternary(codes: Tensor, scales: Tensor, block: int, count: int) -> Tensor:
+def _decode_ternary(codes: Tensor, scales: Tensor, form: Ternary, count: int) -> Tensor:
     digits = (codes.to(torch.int64)[:, None] // _powers(3, 5, codes.device)) % 3
-    return _times_scale(digits.view(-1)[:count].to(torch.float32) - 1.0, scales, block)
+    return _times_scale(digits.view(-1)[:count].to(torch.float32) - 1.0, scales, form.block)
 
 
 def _powers(base: int, count: int, device: torch.device) -> Tensor:
     return torch.tensor([base**i for i in range(count)], device=device)
 
 
-def quantize_natural(x: Tensor, block: int, key: Key) -> tuple[Tensor, Tensor]:
-    rows = _blocks(x, block)
+def _encode_natural(x: Tensor, form: Natural, key: Key) -> tuple[Tensor, Tensor]:
+    rows = _blocks(x, form.block)
     largest = _absmax(rows)
     # Biased exponent of the block's top level: one above its maximum, and no level is 2**128.
     top = torch.where(largest > 0, ((largest.view(torch.int32) >> 23) + 1).clamp(max=254), 0)
@@ -281,27 +322,39 @@ def quantize_natural(x: Tensor, block: int, key: Key) -> tuple[Tensor, Tensor]:
     return code.view(-1)[: x.numel()].to(torch.uint8), top.to(torch.uint8)
 
 
-def dequantize_natural(codes: Tensor, tops: Tensor, block: int) -> Tensor:
-    code = _blocks(codes, block).to(torch.int32)
+def _decode_natural(codes: Tensor, tops: Tensor, form: Natural, count: int) -> Tensor:
+    code = _blocks(codes, form.block).to(torch.int32)
     exponent = tops.to(torch.int32)[:, None] - 127 + (code & 127)
     value = (exponent.clamp(0, 254) << 23).view(torch.float32)
     value = torch.where(code >= 128, -value, value)
     return torch.where((code & 127) > 0, value, 0.0).view(-1)[: codes.numel()]
 
 
-# 16 bits
+def _encode_half(x: Tensor, form: Half, key: Key) -> tuple[Tensor, Tensor]:
+    none = torch.empty(0, device=x.device)
+    if form.form == "truncate16":
+        return _truncate16(x), none
+    limit = torch.finfo(form.code_dtype).max
+    return x.clamp(-limit, limit).to(form.code_dtype), none
 
 
-def encode_half(x: Tensor, form: str) -> Tensor:
-    if form == "truncate16":
-        return (x.view(torch.int32) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
-    dtype = _HALF[form]
-    limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)
+def _truncate16(x: Tensor) -> Tensor:
+    return (x.view(torch.int32) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
 
-def decode_half(data: Tensor) -> Tensor:
-    return data.to(torch.float32)
+def _decode_half(codes: Tensor, scales: Tensor, form: Half, count: int) -> Tensor:
+    return codes.to(torch.float32)
+
+
+_FORMATS: Final[dict[type[Format], tuple[Callable[..., Any], Callable[..., Any]]]] = {
+    Integer: (_encode_integer, _decode_integer),
+    Float8: (_encode_float8, _decode_float8),
+    Sign: (_encode_sign, _decode_sign),
+    Levels: (_encode_levels, _decode_levels),
+    Ternary: (_encode_ternary, _decode_ternary),
+    Natural: (_encode_natural, _decode_natural),
+    Half: (_encode_half, _decode_half),
+}
 
 
 # Selection
@@ -310,10 +363,6 @@ def decode_half(data: Tensor) -> Tensor:
 def _order(x: Tensor) -> Tensor:
     """Magnitudes as integers: their order is that of the floats, and sorting them has no special values."""
     return x.view(torch.int32) & 0x7FFFFFFF
-
-
-def count_nonfinite(x: Tensor) -> Tensor:
-    return x.numel() - torch.isfinite(x).sum()
 
 
 def select_top(x: Tensor, count: int) -> Tensor:
@@ -371,14 +420,28 @@ def unpack_indices(data: Tensor, total: int, count: int, width: int) -> Tensor:
     return v + rank
 
 
+def scatter(out: Tensor, indices: Tensor, values: Tensor, add: bool) -> None:
+    out[indices] = out[indices] + values if add else values
+
+
 # Rotation
 
 
-def random_signs(key: Key, count: int, *, device: torch.device) -> Tensor:
-    return 1.0 - 2.0 * (random_bits(key, STREAM_ROTATION, count, device=device) & 1).to(torch.float32)
+def rotate(x: Tensor, key: Key, block: int) -> Tensor:
+    limit = _MAX32 / (2 * block)
+    padded = F.pad(x.clamp(-limit, limit), (0, -x.numel() % block))
+    return _hadamard(padded * _signs(key, padded), block)
 
 
-def hadamard(x: Tensor, block: int) -> Tensor:
+def unrotate(x: Tensor, key: Key, block: int, count: int) -> Tensor:
+    return (_hadamard(x, block) * _signs(key, x))[:count]
+
+
+def _signs(key: Key, x: Tensor) -> Tensor:
+    return 1.0 - 2.0 * (random_bits(key, STREAM_ROTATION, x.numel(), device=x.device) & 1).to(torch.float32)
+
+
+def _hadamard(x: Tensor, block: int) -> Tensor:
     rows = (x * (1.0 / math.isqrt(block))).view(-1, block)
     distance = 1
     while distance < block:
@@ -387,3 +450,18 @@ def hadamard(x: Tensor, block: int) -> Tensor:
         rows = torch.stack([a + b, a - b], dim=2).view(-1, block)
         distance *= 2
     return rows.view(-1)
+
+
+# Low rank
+
+
+def thin_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Tensor]:
+    return [m @ q for m, q in zip(matrices, thin, strict=True)]
+
+
+def thin_transposed_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Tensor]:
+    return [m.T @ p for m, p in zip(matrices, thin, strict=True)]
+
+
+def outer_residual(matrices: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+    return [m - p @ q.T for m, p, q in zip(matrices, left, right, strict=True)]

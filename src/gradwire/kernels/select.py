@@ -72,15 +72,19 @@ def implementation(name: str, device: str) -> tuple[str, Callable[..., Any]]:
 
 
 def op(signature: Callable[P, R]) -> Callable[P, R]:
-    """Make a signature the front of its implementations; the device of the first tensor, or ``device``, decides."""
+    """Make a signature the front of its implementations; the device of its first argument, or ``device``, decides."""
     name = signature.__name__
     _OPS.append(name)
 
     @functools.wraps(signature)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        where = kwargs.get("device", args[0] if args else None)
-        device = where.device.type if isinstance(where, torch.Tensor) else torch.device(str(where or "cpu")).type
-        result: R = implementation(name, device)[1](*args, **kwargs)
+        result: R = implementation(name, _device_type(kwargs.get("device", args[0])))[1](*args, **kwargs)
         return result
 
     return run
+
+
+def _device_type(where: object) -> str:
+    if isinstance(where, list | tuple):  # of tensors
+        return _device_type(where[0]) if where else "cpu"
+    return where.device.type if isinstance(where, torch.Tensor) else torch.device(str(where)).type

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +52,16 @@ class SenderTransform(Codec):
         """That of the inner codec."""
         return self.inner.layout(spec)
 
-    def _payload(self, flat: Tensor, spec: TensorSpec, key: Key) -> Payload:
-        return self.inner._payload(flat, spec, key)
+    def _payload(
+        self, flat: Tensor, spec: TensorSpec, key: Key, residual: Tensor | None = None, decay: float = 1.0
+    ) -> tuple[Payload, Tensor | None]:
+        return self.inner._payload(flat, spec, key, residual, decay)
 
     def _values(self, payload: Payload) -> Tensor:
         return self.inner._values(payload)
+
+    def _sum_into(self, payloads: Sequence[Payload], out: Tensor, *, add: bool) -> None:
+        self.inner._sum_into(payloads, out, add=add)
 
     def _checked_parts(self, payload: Payload) -> tuple[Tensor, ...]:
         return self.inner._checked_parts(payload)

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwire.codecs.base import Carrier, Codec, Laws, Part
 from gradwire.codecs.registry import codec, register
 from gradwire.errors import ConfigError, WireError
+from gradwire.kernels import ops
 from gradwire.transforms.base import SenderTransform
 from gradwire.wire import Key, TensorSpec
 
@@ -102,6 +103,19 @@ class Chain(Codec):
     def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
         values, structure = self._carrier._split(x, spec, key)
         return structure + self.values._encode(values, TensorSpec((values.numel(),)), key)
+
+    def _encode_with(
+        self, x: Tensor, residual: Tensor | None, decay: float, spec: TensorSpec, key: Key
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+        e, nonfinite = ops.accumulate(x, residual, decay)
+        values, structure = self._carrier._split(e, spec, key)
+        values_spec = TensorSpec((values.numel(),))
+        inner = self.values._encode(values, values_spec, key)
+        rest = None
+        if residual is not None:
+            sent = self.values._decode(inner, values_spec, key)
+            rest = self._carrier._leave(e, values, sent, structure, spec, key)
+        return structure + inner, nonfinite, rest
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         split = len(self._carrier._structure(spec))

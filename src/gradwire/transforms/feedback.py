@@ -109,7 +109,7 @@ class EF21(SenderTransform):
         spec = TensorSpec.of(x)
         estimate = state_tensor(self, state, "estimate", x)
         difference = x.detach().to(torch.float32) - estimate
-        payload = self.inner._payload(difference.reshape(-1), spec, key)
+        payload, _ = self.inner._payload(difference.reshape(-1), spec, key)
         if int(payload.nonfinite):
             return payload, state
         # The very sum a receiver makes, so that sender and receivers cannot drift apart.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gradwire.codecs.base import Codec, Laws, Part
@@ -81,10 +80,7 @@ class Rotate(Codec):
         return TensorSpec((spec.numel + -spec.numel % self._block(spec.numel),))
 
     def _rotate(self, x: Tensor, key: Key) -> Tensor:
-        block = self._block(x.numel())
-        limit = torch.finfo(torch.float32).max / (2 * block)
-        padded = F.pad(x.clamp(-limit, limit), (0, -x.numel() % block))
-        return ops.hadamard(padded * ops.random_signs(key, padded.numel(), device=x.device), block)
+        return ops.rotate(x, key, self._block(x.numel()))
 
     def laws(self, spec: TensorSpec) -> Laws:
         """A rotation changes no norm but for rounding; zeros among other values do not stay zero."""
@@ -115,5 +111,4 @@ class Rotate(Codec):
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         y = self.inner._decode(parts, self._rotated_spec(spec), key)
-        x = ops.hadamard(y, self._block(spec.numel)) * ops.random_signs(key, y.numel(), device=y.device)
-        return x[: spec.numel]
+        return ops.unrotate(y, key, self._block(spec.numel), spec.numel)

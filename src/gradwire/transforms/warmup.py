@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -74,13 +75,23 @@ class WarmUp(SenderTransform):
         layouts = [stage.layout(spec) for stage in self._stages]
         return dataclasses.replace(max(layouts, key=lambda layout: layout.nbytes), exact=len(layouts) == 1)
 
-    def _payload(self, flat: Tensor, spec: TensorSpec, key: Key) -> Payload:
-        return self.stage(key.step)._payload(flat, spec, key)
+    def _payload(
+        self, flat: Tensor, spec: TensorSpec, key: Key, residual: Tensor | None = None, decay: float = 1.0
+    ) -> tuple[Payload, Tensor | None]:
+        return self.stage(key.step)._payload(flat, spec, key, residual, decay)
 
     def _values(self, payload: Payload) -> Tensor:
+        return self._stage_of(payload)._values(payload)
+
+    def _sum_into(self, payloads: Sequence[Payload], out: Tensor, *, add: bool) -> None:
+        for payload in payloads:
+            self._stage_of(payload)._sum_into([payload], out, add=add)
+            add = True
+
+    def _stage_of(self, payload: Payload) -> Codec:
         for stage in self._stages:
             if str(stage) == payload.codec:
-                return stage._values(payload)
+                return stage
         stages = ", ".join(str(stage) for stage in self._stages)
         raise ConfigError(f"`payload` was encoded with {payload.codec!r}, no stage of this warm-up: {stages}.")
 
