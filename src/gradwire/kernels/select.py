@@ -37,7 +37,7 @@ def backends() -> tuple[str, ...]:
 def available(device: str = "cpu") -> dict[str, str]:
     """Each op and the backend that runs it on a device.
 
-    >>> available()["quantize_blocks"] in backends()
+    >>> available()["encode_blocks"] in backends()
     True
     """
     return {name: implementation(name, device)[0] for name in _OPS}
