@@ -1,14 +1,73 @@
-// Python bindings of the native core. Arrays are never converted: a wrong dtype or stride is a TypeError,
-// because a silent conversion would make a kernel write into a temporary.
+// Python bindings of the native core. Tensors come as addresses: gradwire/kernels/native.py sees to it that they are
+// contiguous, of the right type and size, and alive; nothing is ever converted or copied on the way.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
 
 #include "crc32.h"
+#include "memory.h"
+#include "ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using gradwire::Format;
+using gradwire::RandomKey;
+
+namespace {
 
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Address = std::uintptr_t;
+using Index = std::int64_t;
+// Address of the matrix, of the left and right factors and of the result; rows, columns, rank.
+using MatrixArguments = std::tuple<Address, Address, Address, Address, Index, Index, int>;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class Work>
+auto unlocked(Work&& work) {
+  nb::gil_scoped_release released;
+  return std::forward<Work>(work)();
+}
+
+nb::object take(std::size_t bytes) {
+  void* memory = gradwire::take_memory(bytes);
+  struct Owned {
+    void* memory;
+    std::size_t bytes;
+  };
+  auto* owned = new (std::nothrow) Owned{memory, bytes};
+  if (!owned) {
+    gradwire::give_back_memory(memory, bytes);
+    throw std::bad_alloc();
+  }
+  nb::capsule owner(owned, [](void* p) noexcept {
+    auto* o = static_cast<Owned*>(p);
+    gradwire::give_back_memory(o->memory, o->bytes);
+    delete o;
+  });
+  return nb::cast(nb::ndarray<nb::pytorch, std::uint8_t>(memory, {bytes}, owner));
+}
+
+void products(gradwire::Product what, const std::vector<MatrixArguments>& arguments, int threads) {
+  std::vector<gradwire::Matrix> matrices;
+  for (const auto& [m, left, right, out, rows, columns, rank] : arguments)
+    matrices.push_back({at<float>(m), at<float>(left), at<float>(right), at<float>(out), rows, columns, rank});
+  unlocked([&] { gradwire::products(what, matrices, threads); });
+}
+
+}  // namespace
 
 NB_MODULE(_native, m) {
   m.doc() = "gradwire's native core. Use it through gradwire.kernels and gradwire.wire.";
@@ -17,8 +76,109 @@ NB_MODULE(_native, m) {
       [](const Bytes& data, std::uint32_t crc) {
         const unsigned char* bytes = data.data();
         const std::size_t size = data.size();
-        nb::gil_scoped_release unlocked;
-        return gradwire::crc32(crc, bytes, size);
+        return unlocked([&] { return gradwire::crc32(crc, bytes, size); });
       },
       "data"_a.noconvert(), "crc"_a = 0u, "CRC-32 of a byte array, equal to zlib.crc32.");
+
+  m.def("instruction_sets", &gradwire::instruction_sets, "Those this machine runs, the best one last.");
+  m.def("instruction_set", &gradwire::instruction_set, "The one in use.");
+  m.def("use_instruction_set", &gradwire::use_instruction_set, "name"_a, "Use another one: for tests and benchmarks.");
+
+  m.def("take_memory", &take, "nbytes"_a, "A uint8 tensor of memory that is kept for the next one of its size.");
+  m.def("kept_memory", &gradwire::kept_memory, "Bytes that are kept and not in use.");
+  m.def("release_memory", &gradwire::release_memory, "Give what is kept to the system.");
+
+  nb::class_<Format>(m, "Format")
+      .def(
+          "__init__",
+          [](Format* self, int kind, int scale_type, int scaling, int bits, int mantissa, Index block, float limit,
+             float reciprocal, float largest_scale, float start, int rounds, float shrink, float floor) {
+            new (self) Format{gradwire::Kind(kind), gradwire::ScaleType(scale_type), gradwire::Scaling(scaling), bits,
+                              mantissa, block, limit, reciprocal, largest_scale, start, rounds, shrink, floor};
+          },
+          nb::kw_only(), "kind"_a, "scale_type"_a, "scaling"_a, "bits"_a, "mantissa"_a, "block"_a, "limit"_a,
+          "reciprocal"_a, "largest_scale"_a, "start"_a, "rounds"_a, "shrink"_a, "floor"_a);
+  nb::class_<RandomKey>(m, "RandomKey").def(nb::init<std::uint64_t, std::uint64_t, std::uint32_t, std::uint32_t>());
+
+  m.def("encode_blocks", [](const Format& format, const RandomKey& key, Address x, Address residual, float decay,
+                            Index count, Address codes, Address scales, Address rest, int threads) {
+    gradwire::Encode a{format, key, at<const float>(x), at<const float>(residual), decay, count,
+                       at<std::uint8_t>(codes), at<void>(scales), at<float>(rest), false};
+    return unlocked([&] { return gradwire::encode_blocks(a, threads); });
+  });
+  m.def("decode_blocks", [](const Format& format, const std::vector<std::pair<Address, Address>>& payloads,
+                            Index code_bytes, Address out, Index count, bool add, int threads) {
+    unlocked([&] {
+      for (std::size_t first = 0; first < payloads.size(); first += gradwire::kMostPayloads) {
+        gradwire::Decode a{};
+        a.format = format, a.count = count, a.code_bytes = code_bytes, a.out = at<float>(out);
+        a.add = add || first > 0;
+        a.payloads = int(std::min<std::size_t>(payloads.size() - first, gradwire::kMostPayloads));
+        for (int p = 0; p < a.payloads; ++p) {
+          a.codes[p] = at<const std::uint8_t>(payloads[first + std::size_t(p)].first);
+          a.scales[p] = at<const void>(payloads[first + std::size_t(p)].second);
+        }
+        gradwire::decode_blocks(a, threads);
+      }
+    });
+  });
+  m.def("accumulate", [](Address x, Address residual, float decay, Address e, Index count, int threads) {
+    return unlocked([&] {
+      return gradwire::accumulate(at<const float>(x), at<const float>(residual), decay, at<float>(e), count, threads);
+    });
+  });
+  m.def("clean", [](Address x, Address e, Index count) {
+    unlocked([&] { gradwire::clean(at<const float>(x), at<float>(e), count); });
+  });
+  m.def("random_bits", [](const RandomKey& key, Address out, Index count, int threads) {
+    unlocked([&] { gradwire::random_bits(key, at<Index>(out), count, threads); });
+  });
+  m.def("pack_bits", [](Address codes, int bits, Index count, Address out) {
+    unlocked([&] { gradwire::pack_bits(at<const Index>(codes), bits, count, at<std::uint8_t>(out)); });
+  });
+  m.def("unpack_bits", [](Address data, Index bytes, int bits, Index count, Address out) {
+    unlocked([&] { gradwire::unpack_bits(at<const std::uint8_t>(data), bytes, bits, count, at<Index>(out)); });
+  });
+  m.def("select_top", [](Address x, Index count, Index wanted, Address out, int threads) {
+    unlocked([&] { gradwire::select_top(at<const float>(x), count, wanted, at<Index>(out), threads); });
+  });
+  m.def("select_at_least", [](Address x, Index count, float tau, int threads) {
+    auto* found = new std::vector<Index>;
+    nb::capsule owner(found, [](void* p) noexcept { delete static_cast<std::vector<Index>*>(p); });
+    unlocked([&] { *found = gradwire::select_at_least(at<const float>(x), count, tau, threads); });
+    return nb::cast(nb::ndarray<nb::pytorch, Index>(found->data(), {found->size()}, owner));
+  });
+  m.def("select_block_top", [](Address x, Index count, Index each, Index block, Address out, int threads) {
+    unlocked([&] { gradwire::select_block_top(at<const float>(x), count, each, block, at<Index>(out), threads); });
+  });
+  m.def("scatter", [](Address out, Index count, Address indices, Address values, Index n, bool add) {
+    unlocked([&] {
+      gradwire::scatter(at<float>(out), count, at<const Index>(indices), at<const float>(values), n, add);
+    });
+  });
+  m.def("gather", [](Address x, Index count, Address indices, Address values, Index n) {
+    unlocked([&] { gradwire::gather(at<const float>(x), count, at<const Index>(indices), at<float>(values), n); });
+  });
+  m.def("pack_indices", [](Address indices, Index n, Index total, int width, Address out) {
+    unlocked([&] { gradwire::pack_indices(at<const Index>(indices), n, total, width, at<std::uint8_t>(out)); });
+  });
+  m.def("unpack_indices", [](Address data, Index total, Index n, int width, Address out) {
+    return unlocked(
+        [&] { return gradwire::unpack_indices(at<const std::uint8_t>(data), total, n, width, at<Index>(out)); });
+  });
+  m.def("rotate", [](const RandomKey& key, Address x, Index count, Index block, bool inverse, float limit, float factor,
+                     Address out, int threads) {
+    unlocked([&] {
+      gradwire::rotate(key, at<const float>(x), count, block, inverse, limit, factor, at<float>(out), threads);
+    });
+  });
+  m.def("thin_products", [](const std::vector<MatrixArguments>& matrices, int threads) {
+    products(gradwire::Product::thin, matrices, threads);
+  });
+  m.def("thin_transposed_products", [](const std::vector<MatrixArguments>& matrices, int threads) {
+    products(gradwire::Product::thin_transposed, matrices, threads);
+  });
+  m.def("outer_residual", [](const std::vector<MatrixArguments>& matrices, int threads) {
+    products(gradwire::Product::outer, matrices, threads);
+  });
 }

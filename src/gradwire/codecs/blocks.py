@@ -13,6 +13,7 @@ from torch import Tensor
 from gradwire.codecs.base import Codec, Part
 from gradwire.kernels import ops
 from gradwire.kernels.formats import Format
+from gradwire.kernels.memory import empty
 from gradwire.wire import Key, Payload, TensorSpec
 
 
@@ -42,7 +43,7 @@ class Blocks(Codec):
         return (scales, codes) if form.scales else (codes,), nonfinite, rest
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        out = torch.empty(spec.numel, dtype=torch.float32, device=parts[-1].device)
+        out = empty(spec.numel, torch.float32, parts[-1].device)
         ops.decode_blocks(out, [(parts[-1], parts[0])], self._format, add=False)
         return out
 

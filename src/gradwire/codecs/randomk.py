@@ -13,6 +13,7 @@ from gradwire.codecs.base import Carrier, Codec, Laws, Part
 from gradwire.codecs.registry import register
 from gradwire.codecs.sparse import check_density, kept_count
 from gradwire.kernels import ops
+from gradwire.kernels.memory import zeros
 from gradwire.wire import Key, TensorSpec
 
 
@@ -77,7 +78,7 @@ class RandomK(Carrier):
         return ops.select_random(spec.numel, self._count(spec), key, device=device)
 
     def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return x[self._indices(spec, key, x.device)], ()
+        return ops.gather(x, self._indices(spec, key, x.device)), ()
 
     def _leave(
         self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
@@ -94,6 +95,6 @@ class RandomK(Carrier):
             lengths = each + (torch.arange(values.numel(), device=values.device) < extra).to(torch.float32)
             limit = torch.finfo(torch.float32).max
             values = (values * lengths).clamp(-limit, limit)
-        out = torch.zeros(spec.numel, dtype=torch.float32, device=values.device)
+        out = zeros(spec.numel, values.device)
         ops.scatter(out, self._indices(spec, key, values.device), values, add=False)
         return out

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.codecs.base import Carrier, Part
 from gradwire.errors import ConfigError
 from gradwire.kernels import ops
+from gradwire.kernels.memory import zeros
 from gradwire.wire import Key, TensorSpec
 
 
@@ -65,7 +66,7 @@ class Sparse(Carrier):
 
     def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
         indices = self._select(x, spec, key)
-        return x[indices], (pack(indices, spec.numel),)
+        return ops.gather(x, indices), (pack(indices, spec.numel),)
 
     def _leave(
         self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
@@ -74,7 +75,7 @@ class Sparse(Carrier):
         return e
 
     def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        out = torch.zeros(spec.numel, dtype=torch.float32, device=values.device)
+        out = zeros(spec.numel, values.device)
         ops.scatter(out, unpack(structure[0], spec.numel, values.numel()), values, add=False)
         return out
 

@@ -1,6 +1,9 @@
 """Constants of the numeric law, shared by all backends; ``ops`` explains them."""
 
+import functools
 from typing import Final
+
+import torch
 
 FLOOR: Final = 2.0**-100
 LANES: Final = 16
@@ -12,3 +15,28 @@ STREAM_ROUNDING: Final = 0
 STREAM_SELECTION: Final = 1
 STREAM_ROTATION: Final = 2
 STREAM_SKETCH: Final = 3
+
+FLOAT8_LARGEST: Final = {"e4m3": 448.0, "e5m2": 57344.0}
+
+
+def reciprocal(number: float) -> float:
+    """1 / number in float32: dividing by a constant is this product.
+
+    >>> reciprocal(3.0)
+    0.3333333432674408
+    """
+    return float(torch.tensor(1.0 / number, dtype=torch.float32))
+
+
+@functools.cache
+def largest_scale(largest_code: float, dtype: torch.dtype) -> float:
+    """The largest scale of that dtype whose product with the code is finite.
+
+    >>> largest_scale(127, torch.bfloat16) * 127 < torch.finfo(torch.float32).max
+    True
+    """
+    most = torch.tensor(torch.finfo(torch.float32).max / largest_code)
+    below = torch.nextafter(most, torch.tensor(0.0))
+    if dtype == torch.bfloat16:
+        below = (below.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    return float(below)

@@ -41,6 +41,7 @@ __all__ = [
     "count_nonfinite",
     "decode_blocks",
     "encode_blocks",
+    "gather",
     "keep_residual",
     "outer_residual",
     "pack_bits",
@@ -149,6 +150,12 @@ def select_threshold(x: Tensor, tau: float) -> Tensor:
 @op
 def select_random(total: int, count: int, key: Key, *, device: torch.device) -> Tensor:
     """One index from each of ``count`` equal strata of [0, total) (the project's split rule): sorted, distinct."""
+    raise NotImplementedError
+
+
+@op
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """The values at indices of a flat tensor."""
     raise NotImplementedError
 
 

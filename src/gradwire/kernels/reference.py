@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -21,6 +20,8 @@ from gradwire.kernels.law import (
     STREAM_ROTATION,
     STREAM_ROUNDING,
     STREAM_SELECTION,
+    largest_scale,
+    reciprocal,
 )
 from gradwire.wire import Key
 
@@ -153,23 +154,12 @@ def _means(rows: Tensor, count: int) -> Tensor:
 
 def _store_scale(scale: Tensor, dtype: torch.dtype, largest_code: float, *, up: bool) -> Tensor:
     """Scales as they travel: rounded up or to nearest, and small enough for scale x largest code to be finite."""
-    scale = scale.clamp(max=_largest_scale(largest_code, dtype))
+    scale = scale.clamp(max=largest_scale(largest_code, dtype))
     if dtype == torch.float32:
         return scale
     bits = scale.view(torch.int32)
     rounding = 0xFFFF if up else 0x7FFF + ((bits >> 16) & 1)
     return ((bits + rounding) & ~0xFFFF).view(torch.float32).to(dtype)
-
-
-@functools.cache
-def _largest_scale(largest_code: float, dtype: torch.dtype) -> float:
-    below = torch.nextafter(torch.tensor(_MAX32 / largest_code), torch.tensor(0.0))
-    return float(_truncate16(below) if dtype == torch.bfloat16 else below)
-
-
-def _reciprocal(number: float) -> float:
-    """1 / number in float32. Dividing by a constant is written as this product: torch does so on CUDA anyway."""
-    return float(torch.tensor(1.0 / number, dtype=torch.float32))
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -215,7 +205,7 @@ def _encode_integer(x: Tensor, form: Integer, key: Key) -> tuple[Tensor, Tensor]
     if form.scaling == "mse":
         scale = _mse_scale(rows, form.bits, limit, x.numel())
     else:
-        scale = _absmax(rows) * _reciprocal(limit)
+        scale = _absmax(rows) * reciprocal(limit)
     stored = _store_scale(scale, form.scale_dtype, limit, up=form.random)
     codes = rows * _inverse(stored)
     codes = _round(codes, key, x.numel()) if form.random else torch.round(codes)
@@ -249,7 +239,7 @@ def _encode_float8(x: Tensor, form: Float8, key: Key) -> tuple[Tensor, Tensor]:
     dtype = _FLOAT8[form.form]
     limit = torch.finfo(dtype).max
     rows = _blocks(x, form.block)
-    stored = _store_scale(_absmax(rows) * _reciprocal(limit), form.scale_dtype, limit, up=False)
+    stored = _store_scale(_absmax(rows) * reciprocal(limit), form.scale_dtype, limit, up=False)
     codes = (rows * _inverse(stored)).clamp(-limit, limit).to(dtype)
     return codes.view(torch.uint8).view(-1)[: x.numel()], stored
 
@@ -283,7 +273,7 @@ def _encode_levels(x: Tensor, form: Levels, key: Key) -> tuple[Tensor, Tensor]:
 
 def _decode_levels(codes: Tensor, norms: Tensor, form: Levels, count: int) -> Tensor:
     values = (unpack_bits(codes, form.bits, count) - form.levels).to(torch.float32)
-    return _times_scale(values * _reciprocal(form.levels), norms, form.block)
+    return _times_scale(values * reciprocal(form.levels), norms, form.block)
 
 
 def _encode_ternary(x: Tensor, form: Ternary, key: Key) -> tuple[Tensor, Tensor]:
@@ -333,13 +323,9 @@ def _decode_natural(codes: Tensor, tops: Tensor, form: Natural, count: int) -> T
 def _encode_half(x: Tensor, form: Half, key: Key) -> tuple[Tensor, Tensor]:
     none = torch.empty(0, device=x.device)
     if form.form == "truncate16":
-        return _truncate16(x), none
+        return (x.view(torch.int32) & ~0xFFFF).view(torch.float32).to(torch.bfloat16), none
     limit = torch.finfo(form.code_dtype).max
     return x.clamp(-limit, limit).to(form.code_dtype), none
-
-
-def _truncate16(x: Tensor) -> Tensor:
-    return (x.view(torch.int32) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
 
 def _decode_half(codes: Tensor, scales: Tensor, form: Half, count: int) -> Tensor:
@@ -418,6 +404,10 @@ def unpack_indices(data: Tensor, total: int, count: int, width: int) -> Tensor:
     if count and (int(v[-1]) > total - count or bool((v[1:] < v[:-1]).any())):
         raise WireError(f"corrupt indices: they are not sorted, distinct and below {total}.")
     return v + rank
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    return x[indices]
 
 
 def scatter(out: Tensor, indices: Tensor, values: Tensor, add: bool) -> None:

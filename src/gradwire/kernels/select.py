@@ -14,13 +14,21 @@ import torch
 from gradwire.errors import ConfigError
 from gradwire.kernels import reference
 
+try:
+    from gradwire.kernels import native
+except ImportError as error:  # the extension was not built
+    if error.name != "gradwire._native":
+        raise
+    native = None  # type: ignore[assignment]
+
 __all__ = ["available", "backends", "implementation", "op", "use"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_BACKENDS: Final[dict[str, ModuleType]] = {"reference": reference}
-_PREFERRED: Final[dict[str, tuple[str, ...]]] = {}  # by device type; a device that is not listed: the reference
+_BACKENDS: Final[dict[str, ModuleType]] = {"reference": reference} | ({"native": native} if native else {})
+# By device type; what a backend lacks, and devices that are not listed, run on the reference.
+_PREFERRED: Final[dict[str, tuple[str, ...]]] = {"cpu": ("native",)}
 _OPS: Final[list[str]] = []
 _forced: ContextVar[str | None] = ContextVar("gradwire_backend", default=None)
 
@@ -63,9 +71,9 @@ def use(backend: str) -> Iterator[None]:
 def implementation(name: str, device: str) -> tuple[str, Callable[..., Any]]:
     """The backend chosen for an op on a device type, and its function."""
     forced = _forced.get()
-    order = (forced, "reference") if forced else _PREFERRED.get(device, ("reference",))
-    for backend in order:
-        function = getattr(_BACKENDS[backend], name, None)
+    order = (forced,) if forced else _PREFERRED.get(device, ())
+    for backend in (*order, "reference"):
+        function = getattr(_BACKENDS.get(backend), name, None)
         if function is not None:
             return backend, function
     raise NotImplementedError(f"no backend has the op {name!r}")  # a bug: the reference has them all

@@ -1,0 +1,2 @@
+#define GRADWIRE_ISA avx2
+#include "isa.h"

@@ -1,0 +1,2 @@
+#define GRADWIRE_ISA avx512
+#include "isa.h"

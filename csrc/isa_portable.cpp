@@ -1,0 +1,2 @@
+#define GRADWIRE_ISA portable
+#include "isa.h"

@@ -1,0 +1,108 @@
+// Products of a matrix with a thin one. The matrix is read once; everything else stays in the caches. Sums are in no
+// particular order and may be fused: these are the ops that promise a tolerance, not bytes.
+#pragma once
+
+#include "blocks.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace gradwire::GRADWIRE_ISA {
+
+constexpr int kRowTile = kWidth == 16 ? 4 : 2;
+constexpr int kRankTile = kWidth == 4 ? 2 : 4;
+constexpr std::int64_t kColumnTile = 2048;
+
+template <int kRows, int kRanks>
+static inline void thin_tile(const Matrix& a, std::int64_t row, int rank, std::int64_t first, std::int64_t stop) {
+  F sum[kRows][kRanks];
+  for (int i = 0; i < kRows; ++i)
+    for (int r = 0; r < kRanks; ++r) sum[i][r] = all(0.0f);
+  const auto step = [&](std::int64_t j, auto fetch) {
+    F q[kRanks];
+    for (int r = 0; r < kRanks; ++r) q[r] = fetch(a.right + (rank + r) * a.columns + j);
+    for (int i = 0; i < kRows; ++i) {
+      const F m = fetch(a.m + (row + i) * a.columns + j);
+      for (int r = 0; r < kRanks; ++r) sum[i][r] = multiply_add(m, q[r], sum[i][r]);
+    }
+  };
+  std::int64_t j = first;
+  for (; j + kLanes <= stop; j += kLanes) step(j, [](const float* p) { return load(p); });
+  if (j < stop) step(j, [&](const float* p) { return load_some(p, stop - j); });
+  for (int i = 0; i < kRows; ++i)
+    for (int r = 0; r < kRanks; ++r) a.out[(row + i) * a.rank + rank + r] += fold(sum[i][r]);
+}
+
+template <int kRows>
+static inline void thin_rows(const Matrix& a, std::int64_t row) {
+  for (std::int64_t i = row * a.rank; i < (row + kRows) * a.rank; ++i) a.out[i] = 0.0f;
+  for (std::int64_t first = 0; first < a.columns; first += kColumnTile) {
+    const std::int64_t stop = least(a.columns, first + kColumnTile);
+    int rank = 0;
+    for (; rank + kRankTile <= a.rank; rank += kRankTile) thin_tile<kRows, kRankTile>(a, row, rank, first, stop);
+    for (; rank < a.rank; ++rank) thin_tile<kRows, 1>(a, row, rank, first, stop);
+  }
+}
+
+static void thin_range(const Matrix& a, std::int64_t begin, std::int64_t end) {
+  std::int64_t row = begin;
+  for (; row + kRowTile <= end; row += kRowTile) thin_rows<kRowTile>(a, row);
+  for (; row < end; ++row) thin_rows<1>(a, row);
+}
+
+// Adds rows row to row + kRows of M, each times its row of P, to the transposed result (rank x columns).
+template <int kRows>
+static inline void transposed_rows(const Matrix& a, std::int64_t row, std::int64_t first, std::int64_t stop) {
+  const float* p = a.left + row * a.rank;
+  for (std::int64_t j = first; j < stop; j += kLanes) {
+    const std::int64_t n = stop - j;
+    F m[kRows];
+    for (int i = 0; i < kRows; ++i) m[i] = load_some(a.m + (row + i) * a.columns + j, n);
+    for (int r = 0; r < a.rank; ++r) {
+      float* out = a.out + r * a.columns + j;
+      F sum = load_some(out, n);
+      for (int i = 0; i < kRows; ++i) sum = multiply_add(m[i], all(p[i * a.rank + r]), sum);
+      store_some(out, sum, n);
+    }
+  }
+}
+
+static void thin_transposed_range(const Matrix& a, std::int64_t begin, std::int64_t end) {
+  const std::int64_t tile = least(end - begin, (65536 / a.rank + kLanes) / kLanes * kLanes);
+  for (std::int64_t first = begin; first < end; first += tile) {
+    const std::int64_t stop = least(end, first + tile);
+    for (int r = 0; r < a.rank; ++r) std::memset(a.out + r * a.columns + first, 0, std::size_t(stop - first) * 4);
+    std::int64_t row = 0;
+    for (; row + 8 <= a.rows; row += 8) transposed_rows<8>(a, row, first, stop);
+    for (; row < a.rows; ++row) transposed_rows<1>(a, row, first, stop);
+  }
+}
+
+template <int kRows>
+static inline void outer_rows(const Matrix& a, bool streamed, std::int64_t row) {
+  const float* p = a.left + row * a.rank;
+  for (std::int64_t j = 0; j < a.columns; j += kLanes) {
+    const std::int64_t n = a.columns - j;
+    F sum[kRows];
+    for (int i = 0; i < kRows; ++i) sum[i] = load_some(a.m + (row + i) * a.columns + j, n);
+    for (int r = 0; r < a.rank; ++r) {
+      const F q = load_some(a.right + r * a.columns + j, n);
+      for (int i = 0; i < kRows; ++i) sum[i] = multiply_add(all(-p[i * a.rank + r]), q, sum[i]);
+    }
+    for (int i = 0; i < kRows; ++i) {
+      float* out = a.out + (row + i) * a.columns + j;
+      if (streamed)
+        stream(out, sum[i]);
+      else
+        store_some(out, sum[i], n);
+    }
+  }
+}
+
+static void outer_range(const Matrix& a, bool streamed, std::int64_t begin, std::int64_t end) {
+  std::int64_t row = begin;
+  for (; row + 4 <= end; row += 4) outer_rows<4>(a, streamed, row);
+  for (; row < end; ++row) outer_rows<1>(a, streamed, row);
+  if (streamed) end_of_streams();
+}
+
+}  // namespace gradwire::GRADWIRE_ISA
