@@ -173,25 +173,22 @@ static inline SmallFloat small_float(const Format& f) {
 
 // Encoding: a quantizer is made for each block and turns vectors into codes and their values.
 
-template <Kind kKind>
+template <Kind kKind, bool kRandom = false>
 struct Quantizer;
 
-template <>
-struct Quantizer<Kind::integer> {
+template <bool kRandom>
+struct Quantizer<Kind::integer, kRandom> {
   F scale, inv, limit;
-  U offset;
-  bool random;
   Quantizer(const Encode& a, std::int64_t block, const float* e, std::int64_t n, float largest, float* y) {
     const Format& f = a.format;
     const float exact = f.scaling == Scaling::mse ? least_squares_scale(f, e, n, largest, y) : largest * f.reciprocal;
     const float stored = store_scale(f, a.scales, block, exact);
-    scale = all(stored), inv = all(inverse(stored)), limit = all(f.limit), offset = all(std::uint32_t(f.limit));
-    random = f.scaling == Scaling::stochastic;
+    scale = all(stored), inv = all(inverse(stored)), limit = all(f.limit);
   }
   GRADWIRE_INLINE U code(F x, std::int64_t vector, Random& draws, F& value) const {
     // Cutting off first gives the same integers as cutting off last, and keeps `nearest` in its range.
     const F v = larger(smaller(x * inv, limit), all(0.0f) - limit);
-    const F c = random ? stochastic(v, draws.uniform(vector)) : nearest(v);
+    const F c = kRandom ? stochastic(v, draws.uniform(vector)) : nearest(v);
     value = c * scale;
     return to_uint(c + limit);
   }
@@ -297,8 +294,13 @@ struct Quantizer<Kind::half> {
     const F v = larger(smaller(x, limit), all(0.0f) - limit);
     U c;
     if (mantissa == 10) {
+#if defined(__F16C__)
+      c = to_half(v);
+      value = from_half(c);
+#else
       c = small.narrow(v);
       value = small.widen(c);
+#endif
       return c;
     }
     c = mantissa < 0 ? bits(x) >> 16 : (bits(v) + all(0x7FFFu) + (bits(v) >> 16 & all(1u))) >> 16;
@@ -314,8 +316,8 @@ static inline void write_rest(const Encode& a, std::int64_t at, F rest, std::int
     store_some(a.rest + at, rest, n);
 }
 
-// One block into `digits` (one byte a code) or `words`; exactly the codes' own places in `a.codes` where they fit.
-template <Kind kKind, bool kFeedback>
+// One block into `digits`: a byte a code, half a byte for integers of 4 bits, four bytes for levels of more than 8.
+template <Kind kKind, bool kFeedback, bool kRandom>
 static inline std::int64_t encode_block(const Encode& a, std::int64_t block, float* e, std::uint8_t* digits,
                                         Random& draws) {
   const Format& f = a.format;
@@ -329,46 +331,47 @@ static inline std::int64_t encode_block(const Encode& a, std::int64_t block, flo
   float largest = float_of(std::uint32_t(top));
   if (largest < f.floor) largest = 0.0f;
 
+  // Whole vectors first: there, `left` is a constant and all that asks for it disappears.
+  const auto for_vectors = [n](auto&& body) {
+    std::int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) body(i, std::int64_t{kLanes});
+    if (i < n) body(i, n - i);
+  };
   if constexpr (kKind == Kind::sign) {
-    const float scale = store_scale(f, a.scales, block, largest > 0 ? mean_magnitude(e, n, f.block) : 0.0f);
-    const U positive = all(bits_of(scale));
+    const F scale = all(store_scale(f, a.scales, block, largest > 0 ? mean_magnitude(e, n, f.block) : 0.0f));
     std::uint8_t* out = a.codes + first / 8;
-    for (std::int64_t i = 0; i < n; i += kLanes) {
+    for_vectors([&](std::int64_t i, std::int64_t left) GRADWIRE_LAMBDA {
       const F x = load(e + i);
       const std::uint16_t mask = std::uint16_t(mask_less(x, all(0.0f)));
-      std::memcpy(out + i / 8, &mask, n - i > 8 ? 2 : 1);
-      if (kFeedback) {
-        const U minus = if_less(x, all(0.0f), all(0x80000000u), all(0u));
-        write_rest(a, first + i, x - floats(positive | minus), n - i);
-      }
-    }
+      std::memcpy(out + i / 8, &mask, left > 8 ? 2 : 1);
+      if (kFeedback) write_rest(a, first + i, x - negate_some(scale, mask), left);
+    });
   } else {
-    const Quantizer<kKind> quantizer(a, block, e, n, largest, e + f.block);
+    const Quantizer<kKind, kRandom> quantizer(a, block, e, n, largest, e + f.block);
     const std::int64_t vector = first / kLanes;
-    for (std::int64_t i = 0; i < n; i += kLanes) {
+    for_vectors([&](std::int64_t i, std::int64_t left) GRADWIRE_LAMBDA {
       const F x = load(e + i);
       F value;
       const U code = quantizer.code(x, vector + i / kLanes, draws, value);
       if constexpr (kKind == Kind::half) {
         std::uint16_t some[kLanes];
         std::uint16_t* target = reinterpret_cast<std::uint16_t*>(a.codes) + first + i;
-        store_words(n - i >= kLanes ? target : some, code);
-        if (n - i < kLanes) std::memcpy(target, some, std::size_t(n - i) * 2);
-      } else if constexpr (kKind == Kind::levels) {
-        if (f.bits > 8)
-          store(reinterpret_cast<std::uint32_t*>(digits) + i, code);
-        else
-          store_bytes(digits + i, code);
+        store_words(left >= kLanes ? target : some, code);
+        if (left < kLanes) std::memcpy(target, some, std::size_t(left) * 2);
+      } else if (kKind == Kind::levels && f.bits > 8) {
+        store(reinterpret_cast<std::uint32_t*>(digits) + i, code);
+      } else if (kKind == Kind::integer && f.bits == 4) {
+        store_nibbles(digits + i / 2, code);
       } else {
         store_bytes(digits + i, code);
       }
-      if (kFeedback) write_rest(a, first + i, x - value, n - i);
-    }
+      if (kFeedback) write_rest(a, first + i, x - value, left);
+    });
   }
   return bad;
 }
 
-template <Kind kKind, bool kFeedback>
+template <Kind kKind, bool kFeedback, bool kRandom>
 static std::int64_t encode_blocks(const Encode& a, std::int64_t begin, std::int64_t end, float* scratch) {
   const Format& f = a.format;
   std::uint8_t* digits = reinterpret_cast<std::uint8_t*>(scratch + 2 * f.block);
@@ -378,7 +381,7 @@ static std::int64_t encode_blocks(const Encode& a, std::int64_t begin, std::int6
     for (std::int64_t group = begin; group < end; ++group) {
       const std::int64_t first = group * 5 * f.block, n = least(5 * f.block, a.count - first);
       for (std::int64_t i = 0; i * f.block < n; ++i)
-        bad += encode_block<kKind, kFeedback>(a, group * 5 + i, scratch, digits + i * f.block, draws);
+        bad += encode_block<kKind, kFeedback, kRandom>(a, group * 5 + i, scratch, digits + i * f.block, draws);
       std::memset(digits + n, 0, 4);
       for (std::int64_t i = 0; i < n; i += 5)
         a.codes[(first + i) / 5] = std::uint8_t(digits[i] + 3 * digits[i + 1] + 9 * digits[i + 2] + 27 * digits[i + 3] +
@@ -387,29 +390,35 @@ static std::int64_t encode_blocks(const Encode& a, std::int64_t begin, std::int6
   } else {
     for (std::int64_t block = begin; block < end; ++block) {
       const std::int64_t first = block * f.block, n = least(f.block, a.count - first);
-      const bool in_place = f.bits == 8 && n == f.block;
-      bad += encode_block<kKind, kFeedback>(a, block, scratch, in_place ? a.codes + first : digits, draws);
-      if (kKind == Kind::sign || kKind == Kind::half || in_place) continue;
       std::uint8_t* out = a.codes + first / 8 * f.bits;
-      if (f.bits > 8)
+      const bool packed = f.bits == 8 || (kKind == Kind::integer && f.bits == 4), in_place = packed && n == f.block;
+      bad += encode_block<kKind, kFeedback, kRandom>(a, block, scratch, in_place ? out : digits, draws);
+      if (kKind == Kind::sign || kKind == Kind::half || in_place) continue;
+      if (packed) {
+        if (f.bits == 4 && n % 2) digits[n / 2] &= 15;
+        std::memcpy(out, digits, std::size_t((n * f.bits + 7) / 8));
+      } else if (f.bits > 8) {
         pack_any(reinterpret_cast<std::uint32_t*>(digits), f.bits, n, out);
-      else
+      } else {
         pack_bytes(digits, n, f.bits, out);
+      }
     }
   }
   if (a.streamed) end_of_streams();
   return bad;
 }
 
-template <Kind kKind>
+template <Kind kKind, bool kRandom = false>
 static std::int64_t encode_kind(const Encode& a, std::int64_t begin, std::int64_t end, float* scratch) {
-  return a.residual ? encode_blocks<kKind, true>(a, begin, end, scratch)
-                    : encode_blocks<kKind, false>(a, begin, end, scratch);
+  return a.residual ? encode_blocks<kKind, true, kRandom>(a, begin, end, scratch)
+                    : encode_blocks<kKind, false, kRandom>(a, begin, end, scratch);
 }
 
 static std::int64_t encode_range(const Encode& a, std::int64_t begin, std::int64_t end, float* scratch) {
   switch (a.format.kind) {
-    case Kind::integer: return encode_kind<Kind::integer>(a, begin, end, scratch);
+    case Kind::integer:
+      return a.format.scaling == Scaling::stochastic ? encode_kind<Kind::integer, true>(a, begin, end, scratch)
+                                                     : encode_kind<Kind::integer>(a, begin, end, scratch);
     case Kind::float8: return encode_kind<Kind::float8>(a, begin, end, scratch);
     case Kind::sign: return encode_kind<Kind::sign>(a, begin, end, scratch);
     case Kind::levels: return encode_kind<Kind::levels>(a, begin, end, scratch);
@@ -430,71 +439,100 @@ static inline F value_of(const Format& f, const SmallFloat& small, U code, F sca
     return to_float(as_int(code) - all(std::int32_t(f.limit))) * all(f.reciprocal) * scale;
   if constexpr (kKind == Kind::ternary) return to_float(as_int(code) - all(std::int32_t{1})) * scale;
   if constexpr (kKind == Kind::natural) return natural_value(code, top);
+#if defined(__F16C__)
+  if constexpr (kKind == Kind::half) return f.mantissa == 10 ? from_half(code) : floats(code << 16);
+#else
   if constexpr (kKind == Kind::half) return f.mantissa == 10 ? small.widen(code) : floats(code << 16);
+#endif
   return scale;
+}
+
+// The five digits of a byte, lowest first, one a byte.
+struct Digits {
+  std::uint64_t of[256];
+  constexpr Digits() : of() {
+    for (std::uint32_t byte = 0; byte < 256; ++byte)
+      for (std::uint32_t i = 0, left = byte; i < 5; ++i, left /= 3) of[byte] |= std::uint64_t(left % 3) << 8 * i;
+  }
+};
+constexpr Digits kDigits;
+
+// Digits of values first to first + n, to `out`, which has room for 8 more.
+static inline void unpack_digits(const std::uint8_t* codes, std::int64_t first, std::int64_t n, std::uint8_t* out) {
+  std::int64_t at = first / 5;
+  const int skipped = int(first % 5);
+  std::uint64_t digits = kDigits.of[codes[at]] >> 8 * skipped;
+  std::memcpy(out, &digits, 8);
+  for (std::int64_t i = 5 - skipped; i < n; i += 5) {
+    digits = kDigits.of[codes[++at]];
+    std::memcpy(out + i, &digits, 8);
+  }
+}
+
+template <Kind kKind, bool kAdd>
+static inline void decode_block(const Decode& a, const SmallFloat& small, std::int64_t block, int payload,
+                                float* scratch) {
+  const Format& f = a.format;
+  const std::int64_t first = block * f.block, n = least(f.block, a.count - first);
+  const std::uint8_t* codes = a.codes[payload];
+  const F scale = all(load_scale(f, a.scales[payload], block));
+  const std::int32_t top = kKind == Kind::natural ? static_cast<const std::uint8_t*>(a.scales[payload])[block] : 0;
+  std::uint8_t* digits = reinterpret_cast<std::uint8_t*>(scratch);
+  std::uint32_t* words = reinterpret_cast<std::uint32_t*>(scratch);
+  const std::uint8_t* bytes = digits;
+  const bool wide = kKind == Kind::levels && f.bits > 8, nibbles = kKind == Kind::integer && f.bits == 4;
+  if (kKind == Kind::ternary) {
+    unpack_digits(codes, first, n, digits);
+  } else if (wide) {
+    const std::int64_t at = first / 8 * f.bits;
+    unpack_any(codes + at, a.code_bytes - at, f.bits, n, words);
+  } else if (kKind != Kind::sign && kKind != Kind::half) {
+    const std::uint8_t* source = codes + first / 8 * f.bits;
+    if ((f.bits == 8 || nibbles) && n == f.block)
+      bytes = source;
+    else if (f.bits == 8 || nibbles)
+      std::memcpy(digits, source, std::size_t((n * f.bits + 7) / 8));
+    else
+      unpack_bytes(source, n, f.bits, digits);
+  }
+  const bool streams = a.streamed && !kAdd && a.payloads == 1;
+  const auto body = [&](std::int64_t i, std::int64_t left) GRADWIRE_LAMBDA {
+    F value;
+    if constexpr (kKind == Kind::sign) {
+      std::uint16_t mask = 0;
+      std::memcpy(&mask, codes + (first + i) / 8, left > 8 ? 2 : 1);
+      value = negate_some(scale, mask);
+    } else if constexpr (kKind == Kind::half) {
+      std::uint16_t some[kLanes] = {};
+      const std::uint16_t* source = reinterpret_cast<const std::uint16_t*>(codes) + first + i;
+      if (left < kLanes) std::memcpy(some, source, std::size_t(left) * 2);
+      value = value_of<kKind>(f, small, load_words(left < kLanes ? some : source), scale, top);
+    } else {
+      const U code = wide ? load(words + i) : nibbles ? load_nibbles(bytes + i / 2) : load_bytes(bytes + i);
+      value = value_of<kKind>(f, small, code, scale, top);
+    }
+    float* out = a.out + first + i;
+    if (kAdd)
+      store_some(out, load_some(out, left) + value, left);
+    else if (streams && left >= kLanes)
+      stream(out, value);
+    else
+      store_some(out, value, left);
+  };
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, std::int64_t{kLanes});
+  if (i < n) body(i, n - i);
 }
 
 template <Kind kKind>
 static void decode_blocks(const Decode& a, std::int64_t begin, std::int64_t end, float* scratch) {
-  static constexpr std::uint32_t kLaneBits[kLanes] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-  const Format& f = a.format;
-  const SmallFloat small = small_float(f);
-  const U lane_bits = load(kLaneBits);
-  std::uint8_t* digits = reinterpret_cast<std::uint8_t*>(scratch);
-  std::uint32_t* words = reinterpret_cast<std::uint32_t*>(scratch);
+  const SmallFloat small = small_float(a.format);
   for (std::int64_t block = begin; block < end; ++block) {
-    const std::int64_t first = block * f.block, n = least(f.block, a.count - first);
-    for (int p = 0; p < a.payloads; ++p) {
-      const std::uint8_t* codes = a.codes[p];
-      const F scale = all(load_scale(f, a.scales[p], block));
-      const std::int32_t top = kKind == Kind::natural ? static_cast<const std::uint8_t*>(a.scales[p])[block] : 0;
-      const std::uint8_t* bytes = digits;
-      if (kKind == Kind::ternary) {
-        for (std::int64_t i = first, q = first / 5; i < first + n; ++q) {
-          std::uint32_t left = codes[q];
-          for (std::int64_t j = 5 * q; j < 5 * q + 5; ++j, left /= 3)
-            if (j >= i && j < first + n) digits[j - first] = std::uint8_t(left % 3);
-          i = 5 * q + 5;
-        }
-      } else if (kKind == Kind::levels && f.bits > 8) {
-        const std::int64_t at = first / 8 * f.bits;
-        unpack_any(codes + at, a.code_bytes - at, f.bits, n, words);
-      } else if (kKind != Kind::sign && kKind != Kind::half) {
-        if (f.bits < 8)
-          unpack_bytes(codes + first / 8 * f.bits, n, f.bits, digits);
-        else if (n == f.block)
-          bytes = codes + first;
-        else
-          std::memcpy(digits, codes + first, std::size_t(n));
-      }
-      const bool adds = a.add || p > 0, streams = a.streamed && !adds && a.payloads == 1;
-      for (std::int64_t i = 0; i < n; i += kLanes) {
-        F value;
-        if constexpr (kKind == Kind::sign) {
-          std::uint16_t mask = 0;
-          std::memcpy(&mask, codes + (first + i) / 8, n - i > 8 ? 2 : 1);
-          const U negative = if_equal(all(std::uint32_t(mask)) & lane_bits, all(0u), all(0u), all(0x80000000u));
-          value = floats(bits(scale) ^ negative);
-        } else if constexpr (kKind == Kind::half) {
-          std::uint16_t some[kLanes] = {};
-          const std::uint16_t* source = reinterpret_cast<const std::uint16_t*>(codes) + first + i;
-          if (n - i < kLanes) std::memcpy(some, source, std::size_t(n - i) * 2);
-          value = value_of<kKind>(f, small, load_words(n - i < kLanes ? some : source), scale, top);
-        } else if (kKind == Kind::levels && f.bits > 8) {
-          value = value_of<kKind>(f, small, load(words + i), scale, top);
-        } else {
-          value = value_of<kKind>(f, small, load_bytes(bytes + i), scale, top);
-        }
-        float* out = a.out + first + i;
-        if (adds)
-          store_some(out, load_some(out, n - i) + value, n - i);
-        else if (streams && n - i >= kLanes)
-          stream(out, value);
-        else
-          store_some(out, value, n - i);
-      }
-    }
+    if (a.add)
+      decode_block<kKind, true>(a, small, block, 0, scratch);
+    else
+      decode_block<kKind, false>(a, small, block, 0, scratch);
+    for (int payload = 1; payload < a.payloads; ++payload) decode_block<kKind, true>(a, small, block, payload, scratch);
   }
   if (a.streamed) end_of_streams();
 }

@@ -49,25 +49,36 @@ static void thin_range(const Matrix& a, std::int64_t begin, std::int64_t end) {
   for (; row < end; ++row) thin_rows<1>(a, row);
 }
 
-// Adds rows row to row + kRows of M, each times its row of P, to the transposed result (rank x columns).
+// Adds kRows rows of M, each times its row of P, to kRanks rows of the transposed result (rank x columns).
+template <int kRows, int kRanks>
+static inline void transposed_tile(const Matrix& a, std::int64_t row, int rank, std::int64_t first, std::int64_t stop) {
+  const float* p = a.left + row * a.rank + rank;
+  const float* m = a.m + row * a.columns;
+  float* out = a.out + rank * a.columns;
+  const auto step = [&](std::int64_t j, std::int64_t left) GRADWIRE_LAMBDA {
+    F sum[kRanks];
+    for (int r = 0; r < kRanks; ++r) sum[r] = load_some(out + r * a.columns + j, left);
+    for (int i = 0; i < kRows; ++i) {
+      const F v = load_some(m + i * a.columns + j, left);
+      for (int r = 0; r < kRanks; ++r) sum[r] = multiply_add(v, all(p[i * a.rank + r]), sum[r]);
+    }
+    for (int r = 0; r < kRanks; ++r) store_some(out + r * a.columns + j, sum[r], left);
+  };
+  std::int64_t j = first;
+  for (; j + kLanes <= stop; j += kLanes) step(j, std::int64_t{kLanes});
+  if (j < stop) step(j, stop - j);
+}
+
 template <int kRows>
 static inline void transposed_rows(const Matrix& a, std::int64_t row, std::int64_t first, std::int64_t stop) {
-  const float* p = a.left + row * a.rank;
-  for (std::int64_t j = first; j < stop; j += kLanes) {
-    const std::int64_t n = stop - j;
-    F m[kRows];
-    for (int i = 0; i < kRows; ++i) m[i] = load_some(a.m + (row + i) * a.columns + j, n);
-    for (int r = 0; r < a.rank; ++r) {
-      float* out = a.out + r * a.columns + j;
-      F sum = load_some(out, n);
-      for (int i = 0; i < kRows; ++i) sum = multiply_add(m[i], all(p[i * a.rank + r]), sum);
-      store_some(out, sum, n);
-    }
-  }
+  int rank = 0;
+  for (; rank + 4 <= a.rank; rank += 4) transposed_tile<kRows, 4>(a, row, rank, first, stop);
+  for (; rank < a.rank; ++rank) transposed_tile<kRows, 1>(a, row, rank, first, stop);
 }
 
 static void thin_transposed_range(const Matrix& a, std::int64_t begin, std::int64_t end) {
-  const std::int64_t tile = least(end - begin, (65536 / a.rank + kLanes) / kLanes * kLanes);
+  // The columns of a tile, times the rank, stay in the first-level cache while all rows pass.
+  const std::int64_t tile = a.rank <= 4 ? 1024 : a.rank <= 16 ? 512 : 256;
   for (std::int64_t first = begin; first < end; first += tile) {
     const std::int64_t stop = least(end, first + tile);
     for (int r = 0; r < a.rank; ++r) std::memset(a.out + r * a.columns + first, 0, std::size_t(stop - first) * 4);

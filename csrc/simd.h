@@ -23,6 +23,7 @@ constexpr int kWidth = 8;
 constexpr int kWidth = 4;
 #endif
 #define GRADWIRE_INLINE __attribute__((always_inline)) inline
+#define GRADWIRE_LAMBDA __attribute__((always_inline))
 constexpr int kLanes = 16;
 constexpr int kParts = kLanes / kWidth;
 
@@ -160,9 +161,31 @@ GRADWIRE_SELECT(if_equal, ==)
 #undef GRADWIRE_SELECT
 
 // Of numbers, no NaN among them. -0 and 0 are equal: which of the two comes out is not defined.
+#if defined(__AVX512F__)
+#define GRADWIRE_NATIVE(name, Type, Native, Register, instruction)                                              \
+  static inline Type name(Type a, Type b) {                                                                     \
+    GRADWIRE_EACH a.part[p_] = (Native)_mm512_##instruction((Register)a.part[p_], (Register)b.part[p_]);        \
+    return a;                                                                                                   \
+  }
+GRADWIRE_NATIVE(smaller, F, NativeF, __m512, min_ps)
+GRADWIRE_NATIVE(larger, F, NativeF, __m512, max_ps)
+GRADWIRE_NATIVE(larger, I, NativeI, __m512i, max_epi32)
+#undef GRADWIRE_NATIVE
+#elif defined(__AVX2__)
+#define GRADWIRE_NATIVE(name, Type, Native, Register, instruction)                                              \
+  static inline Type name(Type a, Type b) {                                                                     \
+    GRADWIRE_EACH a.part[p_] = (Native)_mm256_##instruction((Register)a.part[p_], (Register)b.part[p_]);        \
+    return a;                                                                                                   \
+  }
+GRADWIRE_NATIVE(smaller, F, NativeF, __m256, min_ps)
+GRADWIRE_NATIVE(larger, F, NativeF, __m256, max_ps)
+GRADWIRE_NATIVE(larger, I, NativeI, __m256i, max_epi32)
+#undef GRADWIRE_NATIVE
+#else
 static inline F smaller(F a, F b) { return if_less(a, b, a, b); }
 static inline F larger(F a, F b) { return if_less(b, a, a, b); }
 static inline I larger(I a, I b) { return if_less(b, a, a, b); }
+#endif
 
 // To the nearest integer, half to even; for magnitudes below 2**22. Never -0.
 static inline F nearest(F a) {
@@ -286,37 +309,143 @@ static inline F exchange(F a) {
   return r;
 }
 
-// The low byte of each lane.
+// Lanes of less than 256 (words: 65536) in as many bytes, and back.
 static inline void store_bytes(std::uint8_t* p, U a) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)a.part[0]));
+#elif defined(__AVX2__)
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a.part[0], (__m256i)a.part[1]), 0xD8);
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+#elif defined(__SSE2__)
+  const __m128i low = _mm_packs_epi32((__m128i)a.part[0], (__m128i)a.part[1]);
+  const __m128i high = _mm_packs_epi32((__m128i)a.part[2], (__m128i)a.part[3]);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(low, high));
+#else
   GRADWIRE_EACH {
     const NativeBytes b = __builtin_convertvector(a.part[p_], NativeBytes);
     std::memcpy(p + kWidth * p_, &b, sizeof b);
   }
+#endif
 }
 static inline U load_bytes(const std::uint8_t* p) {
   U r;
+#if defined(__AVX512F__)
+  r.part[0] = (NativeU)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  GRADWIRE_EACH r.part[p_] =
+      (NativeU)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + kWidth * p_)));
+#elif defined(__SSE2__)
+  const __m128i zero = _mm_setzero_si128(), bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i low = _mm_unpacklo_epi8(bytes, zero), high = _mm_unpackhi_epi8(bytes, zero);
+  r.part[0] = (NativeU)_mm_unpacklo_epi16(low, zero), r.part[1] = (NativeU)_mm_unpackhi_epi16(low, zero);
+  r.part[2] = (NativeU)_mm_unpacklo_epi16(high, zero), r.part[3] = (NativeU)_mm_unpackhi_epi16(high, zero);
+#else
   GRADWIRE_EACH {
     NativeBytes b;
     std::memcpy(&b, p + kWidth * p_, sizeof b);
     r.part[p_] = __builtin_convertvector(b, NativeU);
   }
+#endif
   return r;
 }
 static inline void store_words(std::uint16_t* p, U a) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)a.part[0]));
+#elif defined(__AVX2__)
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a.part[0], (__m256i)a.part[1]), 0xD8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
+#else
   GRADWIRE_EACH {
     const NativeWords w = __builtin_convertvector(a.part[p_], NativeWords);
     std::memcpy(p + kWidth * p_, &w, sizeof w);
   }
+#endif
 }
 static inline U load_words(const std::uint16_t* p) {
   U r;
+#if defined(__AVX512F__)
+  r.part[0] = (NativeU)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  GRADWIRE_EACH r.part[p_] =
+      (NativeU)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + kWidth * p_)));
+#else
   GRADWIRE_EACH {
     NativeWords w;
     std::memcpy(&w, p + kWidth * p_, sizeof w);
     r.part[p_] = __builtin_convertvector(w, NativeU);
   }
+#endif
   return r;
 }
+
+// Codes of 4 bits, two a byte.
+static inline void store_nibbles(std::uint8_t* p, U a) {
+#if defined(__AVX512F__)
+  const __m512i v = (__m512i)a.part[0];
+  const __m128i pairs = _mm512_cvtepi64_epi8(_mm512_or_si512(v, _mm512_srli_epi64(v, 28)));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), pairs);
+#else
+  std::uint8_t codes[kLanes];
+  store_bytes(codes, a);
+  for (int i = 0; i < kLanes / 2; ++i) p[i] = std::uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
+#endif
+}
+static inline U load_nibbles(const std::uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  U r;
+  r.part[0] = (NativeU)_mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28)), _mm512_set1_epi32(15));
+  return r;
+#else
+  std::uint8_t codes[kLanes];
+  for (int i = 0; i < kLanes / 2; ++i) codes[2 * i] = p[i] & 15, codes[2 * i + 1] = std::uint8_t(p[i] >> 4);
+  return load_bytes(codes);
+#endif
+}
+
+// -a in the lanes whose bit is set.
+static inline F negate_some(F a, std::uint32_t mask) {
+#if defined(__AVX512F__)
+  const __m512i v = (__m512i)a.part[0];
+  a.part[0] = (NativeF)_mm512_mask_xor_epi32(v, __mmask16(mask), v, _mm512_set1_epi32(int(0x80000000u)));
+  return a;
+#else
+  static constexpr std::uint32_t kBits[kLanes] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                                  256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  const U set = all(mask) & load(kBits);
+  return floats(bits(a) ^ if_equal(set, all(0u), all(0u), all(0x80000000u)));
+#endif
+}
+
+#if defined(__F16C__)
+// Half precision by the machine's own instructions.
+static inline U to_half(F a) {
+#if defined(__AVX512F__)
+  const __m256i h = _mm512_cvtps_ph((__m512)a.part[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  U r;
+  r.part[0] = (NativeU)_mm512_cvtepu16_epi32(h);
+  return r;
+#else
+  U r;
+  GRADWIRE_EACH r.part[p_] =
+      (NativeU)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)a.part[p_], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  return r;
+#endif
+}
+static inline F from_half(U a) {
+  std::uint16_t words[kLanes];
+  store_words(words, a);
+  F r;
+#if defined(__AVX512F__)
+  r.part[0] = (NativeF)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
+#else
+  GRADWIRE_EACH r.part[p_] =
+      (NativeF)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words + kWidth * p_)));
+#endif
+  return r;
+}
+#endif
 
 static inline U lane_numbers() {
   static constexpr std::uint32_t n[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
