@@ -10,25 +10,34 @@ namespace gradwire::GRADWIRE_ISA {
 
 constexpr int kRowTile = kWidth == 16 ? 4 : 2;
 constexpr int kRankTile = kWidth == 4 ? 2 : 4;
-constexpr std::int64_t kColumnTile = 2048;
+constexpr std::int64_t kColumnTile = 1024;
 
 template <int kRows, int kRanks>
 static inline void thin_tile(const Matrix& a, std::int64_t row, int rank, std::int64_t first, std::int64_t stop) {
   F sum[kRows][kRanks];
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 16
     for (int r = 0; r < kRanks; ++r) sum[i][r] = all(0.0f);
-  const auto step = [&](std::int64_t j, auto fetch) {
+  const auto step = [&](std::int64_t j, auto fetch) GRADWIRE_LAMBDA {
     F q[kRanks];
+#pragma GCC unroll 16
     for (int r = 0; r < kRanks; ++r) q[r] = fetch(a.right + (rank + r) * a.columns + j);
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const F m = fetch(a.m + (row + i) * a.columns + j);
+      // Rows lie pages apart, where the machine does not look ahead by itself.
+      __builtin_prefetch(a.m + (row + i + kRows) * a.columns + j, 0, 2);
+#pragma GCC unroll 16
       for (int r = 0; r < kRanks; ++r) sum[i][r] = multiply_add(m, q[r], sum[i][r]);
     }
   };
   std::int64_t j = first;
   for (; j + kLanes <= stop; j += kLanes) step(j, [](const float* p) { return load(p); });
   if (j < stop) step(j, [&](const float* p) { return load_some(p, stop - j); });
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 16
     for (int r = 0; r < kRanks; ++r) a.out[(row + i) * a.rank + rank + r] += fold(sum[i][r]);
 }
 
@@ -57,11 +66,16 @@ static inline void transposed_tile(const Matrix& a, std::int64_t row, int rank, 
   float* out = a.out + rank * a.columns;
   const auto step = [&](std::int64_t j, std::int64_t left) GRADWIRE_LAMBDA {
     F sum[kRanks];
+#pragma GCC unroll 16
     for (int r = 0; r < kRanks; ++r) sum[r] = load_some(out + r * a.columns + j, left);
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const F v = load_some(m + i * a.columns + j, left);
+      __builtin_prefetch(m + (i + kRows) * a.columns + j, 0, 2);
+#pragma GCC unroll 16
       for (int r = 0; r < kRanks; ++r) sum[r] = multiply_add(v, all(p[i * a.rank + r]), sum[r]);
     }
+#pragma GCC unroll 16
     for (int r = 0; r < kRanks; ++r) store_some(out + r * a.columns + j, sum[r], left);
   };
   std::int64_t j = first;
@@ -94,11 +108,14 @@ static inline void outer_rows(const Matrix& a, bool streamed, std::int64_t row) 
   for (std::int64_t j = 0; j < a.columns; j += kLanes) {
     const std::int64_t n = a.columns - j;
     F sum[kRows];
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) sum[i] = load_some(a.m + (row + i) * a.columns + j, n);
     for (int r = 0; r < a.rank; ++r) {
       const F q = load_some(a.right + r * a.columns + j, n);
+#pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) sum[i] = multiply_add(all(-p[i * a.rank + r]), q, sum[i]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       float* out = a.out + (row + i) * a.columns + j;
       if (streamed)

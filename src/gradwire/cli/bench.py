@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import torch
 import typer
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from torch import Tensor
 
-from gradwire import kernels
+from gradwire import benchmarks
+from gradwire.benchmarks import plot
+from gradwire.benchmarks.codecs import GROUPS, Notify, Report, Result, Settings
 from gradwire.cli.output import JsonOption, errors, print_json, show, table
 from gradwire.codecs import Codec, codec, registered
 from gradwire.codecs.sparse import Sparse, index_nbytes
@@ -29,7 +31,8 @@ bench = typer.Typer(help="Measure: what codecs weigh, and how fast they are here
 _MOST_ELEMENTS: Final = 100_000_000
 _CHAINS: Final = ("topk:0.001", "topk:0.01+int8", "topk:0.01+int4", "blocktopk:0.01+int4", "randomk:0.1+int4")
 _CHAINS_SIZED: Final = (*_CHAINS, "threshold:1+int8", "lowrank:16", "lowrank:16+int8", "rotate(int4)", "rotate(int3)")
-_CHAINS_TIMED: Final = (*_CHAINS, "ef(int4)", "ef(topk:0.01)", "rotate(int4)")
+_QUICK_ELEMENTS: Final = 1 << 18
+_QUICK_ROUNDS: Final = 3
 
 
 @bench.callback()
@@ -41,24 +44,68 @@ def _group() -> None:
 def codecs(
     sizes: Annotated[bool, typer.Option("--bytes", help="Sizes instead of speed.")] = False,
     elements: Annotated[
-        int, typer.Option(help="Elements of the tensor; a square matrix of about as many is used.")
-    ] = 1_000_000,
+        int | None,
+        typer.Option(
+            help="Elements of the tensor. With --bytes 1,000,000, as a square matrix; for speed 25,000,000, on CUDA "
+            "134,217,728, and down to whole blocks of 1024.",
+            show_default=False,
+        ),
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option("--codec", help="Only this codec; may be given several times.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed rounds over all codecs; the median counts.")] = 5,
+    groups: Annotated[
+        list[str] | None, typer.Option("--op", help=f"Only these operations: {', '.join(GROUPS)}; several times.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[
+        list[int] | None, typer.Option(help="Threads on the CPU, 1 unless given; several times: the scaling too.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Timed rounds over everything, 11 unless given.")] = None,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Without the peers under torch.compile.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Seconds instead of minutes: small, 3 rounds, nothing compiled.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the times into this file (.png).", show_default=False)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Every codec on one tensor: bits an element with all metadata, or speed against a copy."""
-    if not 1 <= elements <= _MOST_ELEMENTS:
-        raise ConfigError(f"`--elements` must be from 1 to {_MOST_ELEMENTS}; got {elements}.")
-    if not 1 <= repeats <= 1000:
-        raise ConfigError(f"`--repeats` must be from 1 to 1000; got {repeats}.")
-    chosen = [codec(name) for name in only] if only else None
+    """Every codec on one tensor: bits an element with all metadata, or speed beside its peers and a copy.
+
+    Speed: each operation of ours, then what a practitioner would use instead: plain torch, the same compiled, and
+    torchao and bitsandbytes where they are installed.
+    """
     if sizes:
-        _bytes(chosen or _plain_codecs() + [codec(name) for name in _CHAINS_SIZED], _square(elements), as_json)
-    else:
-        _speed(chosen or _plain_codecs() + [codec(name) for name in _CHAINS_TIMED], _square(elements), repeats, as_json)
+        if elements is None:
+            elements = 1_000_000
+        if not 1 <= elements <= _MOST_ELEMENTS:
+            raise ConfigError(f"`--elements` must be from 1 to {_MOST_ELEMENTS}; got {elements}.")
+        chosen = [codec(name) for name in only] if only else _plain_codecs() + [codec(name) for name in _CHAINS_SIZED]
+        _bytes(chosen, _square(elements), as_json)
+        return
+    settings = Settings(
+        elements=_QUICK_ELEMENTS if quick and elements is None else elements,
+        device=device,
+        threads=tuple(threads or (1,)),
+        codecs=tuple(only or ()),
+        groups=tuple(groups or ()),
+        rounds=rounds if rounds is not None else _QUICK_ROUNDS if quick else Settings.rounds,
+        compile=not (no_compile or quick),
+    )
+    if picture is not None:
+        plot.check(picture)  # before minutes of measuring
+    with _progress() as notify:
+        report = benchmarks.run(settings, notify)
+    if picture is not None:
+        plot.draw(report, picture)
+    if as_json:
+        print_json(report.to_json())
+        return
+    for count in settings.threads:
+        _speed(report, count)
+    if len(settings.threads) > 1:
+        _scaling(report)
 
 
 def _square(elements: int) -> TensorSpec:
@@ -135,55 +182,89 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _speed(codecs: list[Codec], spec: TensorSpec, repeats: int, as_json: bool) -> None:
-    x = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
-    target = torch.empty_like(x)
-    work: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(x)}
-    for c in codecs:
-        state = c.init(spec)
-        payload, state = c.encode(x, state)
-        work[f"encode {c}"] = lambda c=c, state=state: c.encode(x, state)  # type: ignore[misc]
-        work[f"decode {c}"] = lambda c=c, payload=payload: c.decode(payload, target)  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in work}
-    # Round after round over everything: a disturbance of the machine hits all alike.
-    for _ in track(
-        range(repeats), description="timing", console=errors, transient=True, disable=not errors.is_terminal
-    ):
-        for name, run in work.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(samples) for name, samples in times.items()}
-    gb = 4 * x.numel() / 1e9
-    rows: list[dict[str, Any]] = [
-        {
-            "codec": str(c),
-            "encode_gb_s": gb / median[f"encode {c}"],
-            "decode_gb_s": gb / median[f"decode {c}"],
-            "encode_over_copy": median[f"encode {c}"] / median["copy"],
-            "decode_over_copy": median[f"decode {c}"] / median["copy"],
-        }
-        for c in codecs
-    ]
-    if as_json:
-        about = {"threads": torch.get_num_threads(), "backends": kernels.available(), "copy_gb_s": gb / median["copy"]}
-        print_json({"shape": list(spec.shape), **about, "codecs": rows})
-        return
-    rows.sort(key=lambda row: -row["encode_gb_s"])
-    columns = {"codec": "left", "enc GB/s": "right", "dec GB/s": "right", "enc time": "right", "dec time": "right"}
-    cells = [
-        (
-            str(row["codec"]),
-            f"{row['encode_gb_s']:.3f}",
-            f"{row['decode_gb_s']:.3f}",
-            f"{row['encode_over_copy']:.1f} copies",
-            f"{row['decode_over_copy']:.1f} copies",
-        )
-        for row in rows
-    ]
-    caption = (
-        f"GB/s of float32 input, and time in units of copying it ({gb / median['copy']:.1f} GB/s). "
-        f"Median of {repeats} interleaved rounds, {torch.get_num_threads()} threads, "
-        f"kernels: {', '.join(sorted(set(kernels.available().values())))}."
+@contextmanager
+def _progress() -> Iterator[Notify]:
+    """A bar for people; elsewhere one line before what takes longest."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task, said = bar.add_task("preparing", total=None), False
+
+        def notify(what: str, done: int, total: int) -> None:
+            nonlocal said
+            if what == "compiling" and not said and not errors.is_terminal:
+                errors.print("compiling the peers, once; --no-compile leaves them out")
+                said = True
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield notify
+
+
+def _speed(report: Report, threads: int) -> None:
+    settings, cuda = report.settings, report.settings.device == "cuda"
+    columns = {"": "left", "GB/s": "right", "x copy": "right"} | ({"bandwidth": "right"} if cuda else {})
+    columns |= {"eager": "right"} | ({"compiled": "right"} if settings.compile else {})
+    columns |= {"best peer": "left", "faster": "right"}
+    cells: list[tuple[str, ...]] = []
+    results = [result for result in report.results if result.threads == threads]
+    for group, title in GROUPS.items():
+        members = [result for result in results if result.group == group]
+        cells += [(title,) + ("",) * (len(columns) - 1)] if members else []
+        cells += [_row(result, settings) for result in members]
+    where = report.machine["device"] + ("" if cuda else f", {threads} thread{'s' if threads > 1 else ''}")
+    show(table(f"{settings.numel:,} float32 on {where}", columns, cells, _caption(report, results)))
+
+
+def _row(result: Result, settings: Settings) -> tuple[str, ...]:
+    mark = "*" if result.limit == "read" else ""
+
+    def times(contender: str | None = None) -> str:
+        if contender in result.failed:
+            return "fails"
+        over = result.over_limit(contender)
+        return "" if over is None else f"{over:.2f}{mark}"
+
+    share = (f"{result.bandwidth_share:.0%}",) if settings.device == "cuda" else ()
+    in_torch = (times("eager"), times("compiled")) if settings.compile else (times("eager"),)
+    faster = "" if result.speedup is None else f"{result.speedup:.2f}x"
+    return (f"  {result.name}", f"{result.gb_s:.2f}", times(), *share, *in_torch, result.best_peer or "", faster)
+
+
+def _caption(report: Report, results: list[Result]) -> str:
+    settings, versions = report.settings, report.machine["libraries"]
+    copy_gb_s = results[0].nbytes / results[0].copy.median_s / 1e9
+    parts = ["GB/s: float32 in or out over our time."]
+    peers = "eager, compiled" if settings.compile else "eager"
+    parts.append(
+        f"x copy, {peers}: time of ours and of the peer over that of copying the input ({copy_gb_s:.1f} GB/s)."
     )
-    show(table(f"speed on a {spec.shape[0]} x {spec.shape[1]} float32 tensor", columns, cells, caption))
+    if any(result.limit == "read" for result in results):
+        parts.append("*: over that of reading it.")
+    if settings.device == "cuda":
+        parts.append("bandwidth: bytes that must move over our time, as a share of the copy's.")
+    parts.append("faster: time of the best peer over ours.")
+    parts.append(f"Median of {settings.rounds} interleaved rounds; kernels: {', '.join(report.machine['kernels'])};")
+    others = ", ".join(f"{name} {version}" for name, version in versions.items())
+    parts.append(f"torch {report.machine['torch']}; {others or 'torchao and bitsandbytes are not installed'}.")
+    cache = report.machine.get("l2_bytes", 0)
+    if 4 * settings.numel < 4 * cache:
+        parts.append(f"The tensor is not much larger than the cache ({cache / 1e6:.0f} MB): take more --elements.")
+    parts += [f"{r.group} {r.name}, {peer} fails: {why}" for r in results for peer, why in r.failed.items()]
+    return " ".join(parts)
+
+
+def _scaling(report: Report) -> None:
+    first, *others = report.settings.threads
+    columns = {"": "left", f"GB/s, {first}": "right"}
+    for count in others:
+        columns |= {f"GB/s, {count}": "right", f"{first} to {count}": "right", f"copy {first} to {count}": "right"}
+    by_op = {(result.group, result.name, result.threads): result for result in report.results}
+    cells = []
+    for result in (result for result in report.results if result.threads == first):
+        row = [f"{GROUPS[result.group]}: {result.name}", f"{result.gb_s:.2f}"]
+        for count in others:
+            scaled = by_op[result.group, result.name, count]
+            ratio = result.ours.median_s / scaled.ours.median_s
+            row += [f"{scaled.gb_s:.2f}", f"{ratio:.2f}x", f"{result.limit_s / scaled.limit_s:.2f}x"]
+        cells.append(row)
+    caption = "GB/s at each number of threads; how many times faster ours is with more, and the copy (or the read)."
+    show(table(f"threads, on {report.machine['device']}", columns, cells, caption))

@@ -396,11 +396,15 @@ class Carrier(Codec):
         return (sent, *structure), nonfinite, rest
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        values, structure = self._checked_values(parts, spec)
+        return self._join(values.to(torch.float32), structure, spec, key)
+
+    def _checked_values(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> tuple[Tensor, tuple[Tensor, ...]]:
         values, structure = parts[0], parts[1:]
         count = self._actual_count(structure, spec)
         if values.numel() != count:
             raise WireError(f"{self} declares {count} values; the payload has {values.numel()}.")
-        return self._join(values.to(torch.float32), structure, spec, key)
+        return values, structure
 
 
 @functools.cache

@@ -93,11 +93,22 @@ class LowRank(Carrier):
         # Scaled to 1 first: a product of huge values would overflow, one of tiny values vanish.
         largest = matrix.abs().max()
         unit = matrix / torch.where(largest > 0, largest, 1.0)
-        p, _ = torch.linalg.qr(unit @ (unit.T @ (unit @ sketch)))  # one power iteration sharpens the sketch
+        (sketched,) = ops.thin_products([unit], [sketch])
+        (sharpened,) = ops.thin_products([unit], ops.thin_transposed_products([unit], [sketched]))  # a power iteration
+        p, _ = torch.linalg.qr(sharpened)
         p = torch.where(largest > 0, p, 0.0)  # the factors of zeros are zeros, also after a lossy codec
-        q = (p.T @ unit) * largest
+        q = ops.thin_transposed_products([unit], [p])[0].T * largest
         # Factor by factor, so that a block of a quantizer sees values of one magnitude.
         return torch.cat([p.T.reshape(-1), q.reshape(-1)]), ()
+
+    def _leave(
+        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+    ) -> Tensor:
+        rows, columns, rank = self._matrix(spec)
+        if rank == 0:
+            return e - sent
+        p, q = _factors(sent, rows, columns, rank)
+        return ops.outer_residual([e.view(rows, columns)], [p.T], [q.T])[0].view(-1)
 
     def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         rows, columns, rank = self._matrix(spec)

@@ -9,17 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Carrier, Codec, Laws, Part
+from gradwire.codecs.base import Codec, Laws, Part
 from gradwire.codecs.registry import register
-from gradwire.codecs.sparse import check_density, kept_count
+from gradwire.codecs.sparse import Scattered, check_density, kept_count
 from gradwire.kernels import ops
-from gradwire.kernels.memory import zeros
 from gradwire.wire import Key, TensorSpec
 
 
 @register
 @dataclass(frozen=True)
-class RandomK(Carrier):
+class RandomK(Scattered):
     """Keep one random element of each of k equal stretches of the tensor.
 
     Ranks that share the key keep the same elements. With ``unbiased`` the values are multiplied by the length of
@@ -80,21 +79,14 @@ class RandomK(Carrier):
     def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
         return ops.gather(x, self._indices(spec, key, x.device)), ()
 
-    def _leave(
-        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
-    ) -> Tensor:
-        if self.unbiased:
-            return super()._leave(e, values, sent, structure, spec, key)
-        ops.scatter(e, self._indices(spec, key, e.device), values - sent, add=False)
-        return e
+    def _positions(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        return self._indices(spec, key, values.device)
 
-    def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        if self.unbiased and values.numel():
-            # Here and not before they travel: in 16 bits the product could overflow.
-            each, extra = divmod(spec.numel, values.numel())
-            lengths = each + (torch.arange(values.numel(), device=values.device) < extra).to(torch.float32)
-            limit = torch.finfo(torch.float32).max
-            values = (values * lengths).clamp(-limit, limit)
-        out = zeros(spec.numel, values.device)
-        ops.scatter(out, self._indices(spec, key, values.device), values, add=False)
-        return out
+    def _scaled(self, values: Tensor, spec: TensorSpec) -> Tensor:
+        if not self.unbiased or not values.numel():
+            return values
+        # Here and not before they travel: in 16 bits the product could overflow.
+        each, extra = divmod(spec.numel, values.numel())
+        lengths = each + (torch.arange(values.numel(), device=values.device) < extra).to(torch.float32)
+        limit = torch.finfo(torch.float32).max
+        return (values * lengths).clamp(-limit, limit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from gradwire.codecs.base import Carrier, Part
 from gradwire.errors import ConfigError
 from gradwire.kernels import ops
 from gradwire.kernels.memory import zeros
-from gradwire.wire import Key, TensorSpec
+from gradwire.wire import Key, Payload, TensorSpec
 
 
 def kept_count(density: float, total: int) -> int:
@@ -54,8 +55,42 @@ def check_density(codec: Carrier, density: float) -> None:
         raise ConfigError(f"`{codec.id}(density=...)` must be in (0, 1]; got {density}.")
 
 
-class Sparse(Carrier):
-    """A carrier that keeps some elements; a subclass says which."""
+class Scattered(Carrier):
+    """A carrier of single elements; a subclass says where they are."""
+
+    @abstractmethod
+    def _positions(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        """Sorted indices of values that came with a structure."""
+
+    def _scaled(self, values: Tensor, spec: TensorSpec) -> Tensor:
+        """What values become when they are put in their places: themselves, for most."""
+        return values
+
+    def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        out = zeros(spec.numel, values.device)
+        indices = self._positions(values, structure, spec, key)
+        ops.scatter(out, indices, self._scaled(values, spec), add=False)
+        return out
+
+    def _leave(
+        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+    ) -> Tensor:
+        indices = self._positions(values, structure, spec, key)
+        ops.scatter(e, indices, values - self._scaled(sent, spec), add=False)
+        return e
+
+    def _sum_into(self, payloads: Sequence[Payload], out: Tensor, *, add: bool) -> None:
+        if not add:
+            out.zero_()
+        for payload in payloads:
+            values, structure = self._checked_values(self._checked_parts(payload), payload.spec)
+            indices = self._positions(values, structure, payload.spec, payload.key)
+            ops.scatter(out, indices, self._scaled(values.to(torch.float32), payload.spec), add=add)
+            add = True
+
+
+class Sparse(Scattered):
+    """A carrier that sends where its elements are; a subclass says which they are."""
 
     @abstractmethod
     def _select(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
@@ -68,16 +103,8 @@ class Sparse(Carrier):
         indices = self._select(x, spec, key)
         return ops.gather(x, indices), (pack(indices, spec.numel),)
 
-    def _leave(
-        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
-    ) -> Tensor:
-        ops.scatter(e, unpack(structure[0], spec.numel, values.numel()), values - sent, add=False)
-        return e
-
-    def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        out = zeros(spec.numel, values.device)
-        ops.scatter(out, unpack(structure[0], spec.numel, values.numel()), values, add=False)
-        return out
+    def _positions(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        return unpack(structure[-1], spec.numel, values.numel())
 
 
 def pack(indices: Tensor, total: int) -> Tensor:

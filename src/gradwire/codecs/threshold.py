@@ -74,11 +74,3 @@ class Threshold(Sparse):
             needed = index_nbytes(spec.numel, count)
             raise WireError(f"{count} indices below {spec.numel} take {needed} bytes; got {indices.numel()}.")
         return count
-
-    def _leave(
-        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
-    ) -> Tensor:
-        return super()._leave(e, values, sent, structure[1:], spec, key)
-
-    def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
-        return super()._join(values, structure[1:], spec, key)
