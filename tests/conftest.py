@@ -15,6 +15,14 @@ settings.load_profile("gradwire")
 
 @pytest.fixture(params=kernels.backends())
 def backend(request):
-    """Every kernel backend of this installation in turn."""
-    with kernels.use(request.param):
+    """Every kernel backend of this installation in turn; tensors are made where it runs."""
+    with kernels.use(request.param), torch.device("cuda" if request.param == "triton" else "cpu"):
         yield request.param
+
+
+@pytest.fixture
+def fastest_backend():
+    """What runs if nobody says otherwise; for large tensors."""
+    name = "triton" if torch.cuda.is_available() else kernels.available("cpu")["encode_blocks"]
+    with kernels.use(name), torch.device("cuda" if name == "triton" else "cpu"):
+        yield name

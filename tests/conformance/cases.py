@@ -34,15 +34,24 @@ def ids(codec):
     return str(codec)
 
 
+def here(x):
+    """The tensor where the backend under test runs."""
+    return x.to(torch.get_default_device())
+
+
 def normal(n, seed=0):
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+    return here(torch.randn(n, generator=torch.Generator().manual_seed(seed), device="cpu"))
+
+
+def heavy(n, seed=0):
+    """Student's t with 3 degrees of freedom."""
+    return here(_heavy(n, seed))
 
 
 @functools.lru_cache(maxsize=4)
-def heavy(n, seed=0):
-    """Student's t with 3 degrees of freedom."""
+def _heavy(n, seed):
     g = torch.Generator().manual_seed(seed)
-    parts = torch.randn(4, n, generator=g)
+    parts = torch.randn(4, n, generator=g, device="cpu")
     return parts[0] / (parts[1:].square().sum(dim=0) / 3).sqrt().clamp(min=1e-3)
 
 
@@ -62,8 +71,8 @@ def almost_equal(n):
 def all_magnitudes(n):
     """Both signs, and every power of ten that float32 has, in one tensor."""
     g = torch.Generator().manual_seed(0)
-    exponents = torch.rand(n, generator=g).double() * 76 - 38
-    return (10**exponents * torch.randn(n, generator=g).sign()).to(torch.float32)
+    exponents = torch.rand(n, generator=g, device="cpu").double() * 76 - 38
+    return here((10**exponents * torch.randn(n, generator=g, device="cpu").sign()).to(torch.float32))
 
 
 CONTENTS = {

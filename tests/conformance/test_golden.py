@@ -8,7 +8,7 @@ import gradwire
 from gradwire.wire import unpack
 
 from ..golden.freeze import FOLDER, KEY, golden_input, own_codecs, path
-from .cases import ids
+from .cases import here, ids
 
 FILES = sorted(FOLDER.glob("*.gw"))
 
@@ -32,7 +32,7 @@ def test_frozen_bytes_decode_to_the_same_values(file, backend):
 def test_the_frozen_tensor_encodes_to_the_same_bytes(file, backend):
     data = file.read_bytes()
     codec = gradwire.codec(unpack(data).codec)
-    again = gradwire.encode(golden_input(), codec, key=KEY)
+    again = gradwire.encode(here(golden_input()), codec, key=KEY)
     if codec.laws(gradwire.TensorSpec((20, 30))).exact_bytes:
         assert again == data
     else:

@@ -259,9 +259,11 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
-    from gradwire import _native
+    sets = [""]
+    if options.backend == "native":
+        from gradwire import _native
 
-    sets = _native.instruction_sets() if options.backend == "native" else [""]
+        sets = _native.instruction_sets()
     start, seed = time.monotonic(), options.first
     while time.monotonic() - start < 60 * options.minutes:
         if options.backend == "native":

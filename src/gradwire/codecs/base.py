@@ -232,8 +232,11 @@ class Codec(ABC):
         header = header_nbytes(str(self), len(spec.shape), len(parts))
         return Layout(tuple(parts[i] for i in _wire_order(parts)), header, self._exact)
 
-    def init(self, spec: TensorSpec, device: torch.device | str = "cpu") -> State:
-        """State before the first step: tensors and integers by name. Most codecs have none."""
+    def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
+        """State before the first step: tensors and integers by name. Most codecs have none.
+
+        Without a device, on torch's default one.
+        """
         return EMPTY
 
     def encode(self, x: Tensor, state: State = EMPTY, key: Key = DEFAULT_KEY) -> tuple[Payload, State]:

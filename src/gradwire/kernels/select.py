@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,23 +17,27 @@ import torch
 from gradwire.errors import ConfigError
 from gradwire.kernels import reference
 
-try:
-    from gradwire.kernels import native
-except ImportError as error:  # the extension was not built
-    if error.name != "gradwire._native":
-        raise
-    native = None  # type: ignore[assignment]
-
 __all__ = ["available", "backends", "implementation", "op", "use"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_BACKENDS: Final[dict[str, ModuleType]] = {"reference": reference} | ({"native": native} if native else {})
 # By device type; what a backend lacks, and devices that are not listed, run on the reference.
-_PREFERRED: Final[dict[str, tuple[str, ...]]] = {"cpu": ("native",)}
+_PREFERRED: Final[dict[str, tuple[str, ...]]] = {"cpu": ("native",), "cuda": ("triton",)}
+_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels then run on the CPU, for tests
 _OPS: Final[list[str]] = []
 _forced: ContextVar[str | None] = ContextVar("gradwire_backend", default=None)
+
+
+@functools.cache
+def _modules() -> dict[str, ModuleType]:
+    """The backends of this installation: what is missing is left out, what is broken raises."""
+    modules = {"reference": reference}
+    if importlib.util.find_spec("gradwire._native"):  # missing where there was no compiler
+        modules["native"] = importlib.import_module("gradwire.kernels.native")
+    if (torch.cuda.is_available() or _INTERPRETED) and importlib.util.find_spec("triton"):  # comes with torch for CUDA
+        modules["triton"] = importlib.import_module("gradwire.kernels.triton")
+    return modules
 
 
 def backends() -> tuple[str, ...]:
@@ -39,7 +46,7 @@ def backends() -> tuple[str, ...]:
     >>> "reference" in backends()
     True
     """
-    return tuple(name for name, module in _BACKENDS.items() if any(hasattr(module, op) for op in _OPS))
+    return tuple(name for name, module in _modules().items() if any(hasattr(module, op) for op in _OPS))
 
 
 def available(device: str = "cpu") -> dict[str, str]:
@@ -53,7 +60,7 @@ def available(device: str = "cpu") -> dict[str, str]:
 
 @contextmanager
 def use(backend: str) -> Iterator[None]:
-    """Run every op the backend has on it, and the others on the reference.
+    """Run every op the backend has for a tensor's device on it, and the others on the reference.
 
     >>> with use("reference"):
     ...     set(available().values())
@@ -70,10 +77,11 @@ def use(backend: str) -> Iterator[None]:
 
 def implementation(name: str, device: str) -> tuple[str, Callable[..., Any]]:
     """The backend chosen for an op on a device type, and its function."""
-    forced = _forced.get()
-    order = (forced,) if forced else _PREFERRED.get(device, ())
+    order = _PREFERRED.get(device, ())
+    if forced := _forced.get():
+        order = (forced,) if forced in order or _INTERPRETED else ()
     for backend in (*order, "reference"):
-        function = getattr(_BACKENDS.get(backend), name, None)
+        function = getattr(_modules().get(backend), name, None)
         if function is not None:
             return backend, function
     raise NotImplementedError(f"no backend has the op {name!r}")  # a bug: the reference has them all

@@ -78,7 +78,7 @@ class SenderTransform(Codec):
         raise NotImplementedError
 
 
-def zeros_like_spec(spec: TensorSpec, device: torch.device | str) -> Tensor:
+def zeros_like_spec(spec: TensorSpec, device: torch.device | str | None) -> Tensor:
     """Float32 zeros in the shape of a tensor."""
     if not isinstance(spec, TensorSpec):
         raise ConfigError(f"`spec` must be a TensorSpec; got {type(spec).__name__}.")

@@ -56,7 +56,7 @@ class ErrorFeedback(SenderTransform):
         strings += ("ef(randomk:0.1)", "ef(threshold:1)", "ef(rotate(int3))", "ef:decay=0.9(ternary)")
         return tuple(codec(s) for s in strings)
 
-    def init(self, spec: TensorSpec, device: torch.device | str = "cpu") -> State:
+    def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
         """A residual of zeros."""
         return {"residual": zeros_like_spec(spec, device)}
 
@@ -97,7 +97,7 @@ class EF21(SenderTransform):
         """Sparse and quantized."""
         return codec("ef21(topk:0.1)"), codec("ef21(int4)")
 
-    def init(self, spec: TensorSpec, device: torch.device | str = "cpu") -> State:
+    def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
         """Estimates of zeros: this rank's, and the mean."""
         return {
             "estimate": zeros_like_spec(spec, device),

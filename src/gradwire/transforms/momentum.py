@@ -44,7 +44,7 @@ class MomentumCorrection(SenderTransform):
         """With exact and with quantized values, and with warm-up."""
         return tuple(codec(s) for s in ("dgc(topk:0.01)", "dgc(topk:0.1+int8)", "dgc(warmup:40(topk:0.01))"))
 
-    def init(self, spec: TensorSpec, device: torch.device | str = "cpu") -> State:
+    def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
         """Velocity and accumulation of zeros."""
         return {
             "velocity": zeros_like_spec(spec, device),

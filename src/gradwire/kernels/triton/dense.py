@@ -49,7 +49,6 @@ _FLAT_TILE: Final = 2048
 _BLOCKS_TILE: Final = 2048  # in encode_blocks without a float sum; one block if it is longer
 _LANES_TILE: Final = 4096  # in encode_blocks with a float sum or random bits; eight blocks if they are longer
 
-_ROUNDS = tl.constexpr(MSE_ROUNDS)
 _TWO15_BITS = tl.constexpr(0x47000000)
 _TWO23_BITS = tl.constexpr(0x4B000000)  # of 2.0**23; ORed with an integer below 2**23, of 2**23 plus that integer
 
@@ -67,7 +66,7 @@ _FP16 = tl.constexpr(9)
 _BF16 = tl.constexpr(10)
 _TRUNCATE16 = tl.constexpr(11)
 
-_LANES_ARGUMENTS: Final = [*KEY_ARGUMENTS, "levels"]
+_LANES_ARGUMENTS: Final = [*KEY_ARGUMENTS, "levels", "rounds"]
 
 
 # Before and after an encode
@@ -249,6 +248,19 @@ def _fold(total, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _fold_in_place(total, ROWS: tl.constexpr):
+    """The same in every lane, where a sum is used with the chunks again: in the layout that ``_fold`` ends in, each
+    thread would hold sixteen lanes of all chunks, which are more registers than there are.
+    """
+    lane = tl.arange(0, 16)[None, :] + tl.zeros((ROWS, 16), tl.int32)
+    total = total + tl.gather(total, lane ^ 8, axis=1)
+    total = total + tl.gather(total, lane ^ 4, axis=1)
+    total = total + tl.gather(total, lane ^ 2, axis=1)
+    total = total + tl.gather(total, lane ^ 1, axis=1)
+    return tl.max(total, axis=1)  # of equal values
+
+
+@triton.jit
 def _natural_code(e, top, u):
     """Code of elements, whose block's top level has the biased exponent ``top``."""
     lowest = top - 126
@@ -293,7 +305,7 @@ def _put_chunk(codes, base, code, corner, row, i, left, ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def _encode_lanes(x, residual, rest, codes, scales, nonfinite, base, left, decay, inverse_limit, scale_limit, start,
-                  short, levels, shrink, bucket, step_low, step_high, seed_low, seed_high,
+                  short, rounds, levels, shrink, bucket, step_low, step_high, seed_low, seed_high,
                   KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
                   HALF: tl.constexpr, FEEDBACK: tl.constexpr, CUT: tl.constexpr):  # fmt: skip
     """STEP chunks are unrolled; with more than that in a block they are not kept in registers."""
@@ -347,11 +359,11 @@ def _encode_lanes(x, residual, rest, codes, scales, nonfinite, base, left, decay
             for j in tl.static_range(STEP):
                 e = _chunk(kept, x, residual, decay, corner + (step * STEP + j) * 16, left, j, KEEP, FEEDBACK, CUT)
                 total = total + tl.abs(e) * factor * (1.0 / BLOCK)
-        scale = _fold(total, ROWS)
+        scale = _fold_in_place(total, ROWS)
         if CUT:
             scale = tl.where((row + 1) * BLOCK > left, scale * short, scale)
         scale = scale * start
-        for _ in tl.static_range(_ROUNDS):
+        for _ in range(rounds):  # a number that the compiler does not know, lest it unrolls for a minute
             inverse = inverse_of(scale)[:, None]
             total = tl.zeros((ROWS, 16), tl.float32)
             weight = tl.zeros((ROWS, 16), tl.float32)
@@ -362,8 +374,8 @@ def _encode_lanes(x, residual, rest, codes, scales, nonfinite, base, left, decay
                     code = tl.minimum(y * inverse, LIMIT * 1.0) + MAGIC - MAGIC
                     total = total + y * code
                     weight = weight + code * code
-            weights = _fold(weight, ROWS)
-            quotient = tl.div_rn(_fold(total, ROWS), tl.where(weights > 0, weights, 1.0))
+            weights = _fold_in_place(weight, ROWS)
+            quotient = tl.div_rn(_fold_in_place(total, ROWS), tl.where(weights > 0, weights, 1.0))
             scale = tl.where(weights > 0, quotient, 0.0)
         scale = tl.where(largest > 0, scale * power_of_two(exponent), 0.0)
     elif KIND == _STOCHASTIC:
@@ -459,18 +471,18 @@ def _encode_lanes(x, residual, rest, codes, scales, nonfinite, base, left, decay
 
 @triton.jit(do_not_specialize=_LANES_ARGUMENTS)
 def _encode_lanes_kernel(x, residual, rest, codes, scales, nonfinite, count, decay, inverse_limit, scale_limit, start,
-                         short, levels, shrink, bucket, step_low, step_high, seed_low, seed_high,
+                         short, rounds, levels, shrink, bucket, step_low, step_high, seed_low, seed_high,
                          KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                          STEP: tl.constexpr, HALF: tl.constexpr, FEEDBACK: tl.constexpr):  # fmt: skip
     base = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK)
     left = tl.minimum(count - base, ROWS * BLOCK).to(tl.int32)
     if left == ROWS * BLOCK:
         _encode_lanes(x, residual, rest, codes, scales, nonfinite, base, left, decay, inverse_limit, scale_limit,
-                      start, short, levels, shrink, bucket, step_low, step_high, seed_low, seed_high,
+                      start, short, rounds, levels, shrink, bucket, step_low, step_high, seed_low, seed_high,
                       KIND, BITS, BLOCK, ROWS, STEP, HALF, FEEDBACK, False)  # fmt: skip
     else:
         _encode_lanes(x, residual, rest, codes, scales, nonfinite, base, left, decay, inverse_limit, scale_limit,
-                      start, short, levels, shrink, bucket, step_low, step_high, seed_low, seed_high,
+                      start, short, rounds, levels, shrink, bucket, step_low, step_high, seed_low, seed_high,
                       KIND, BITS, BLOCK, ROWS, STEP, HALF, FEEDBACK, True)  # fmt: skip
 
 
@@ -595,15 +607,15 @@ def _launch_lanes(x, old, rest, codes, scales, nonfinite, decay, form, key, feed
     target = codes if form.bits == 3 else _words(codes)
     if not direct:
         target = torch.empty(count, dtype=torch.int32, device=x.device)
-    rows, step = max(8, _LANES_TILE // block), min(16, block // 16)
+    rows, step = max(8, _LANES_TILE // block), block // 16 if block <= 256 else 4
     last = count % block
     short = float(torch.tensor(float(block)) / torch.tensor(float(last))) if last else 1.0
     start = MSE_START[form.bits] if kind is _MSE else 1.0
     levels = form.levels if isinstance(form, Levels) else 0
     key_arguments = philox_arguments(key, STREAM_ROUNDING) if form.random else _NO_KEY
     launch(_encode_lanes_kernel, cdiv(count, rows * block), x.device,
-            x, old, rest, target, _raw(scales), nonfinite, count, decay, *_scale_arguments(form), start, short, levels,
-            getattr(form, "shrink", 1.0), *key_arguments,
+            x, old, rest, target, _raw(scales), nonfinite, count, decay, *_scale_arguments(form), start, short,
+            MSE_ROUNDS, levels, getattr(form, "shrink", 1.0), *key_arguments,
             kind, form.bits if direct else 0, block, rows, step, form.scales == torch.bfloat16, feedback,
             num_warps=max(1, min(4, rows // 8)))  # fmt: skip
     if isinstance(form, Ternary):

@@ -19,7 +19,8 @@ from gradwire.kernels.triton.bits import popcount, random_words
 from gradwire.kernels.triton.common import KEY_ARGUMENTS, bits_of, cdiv, launch, load, philox_arguments
 from gradwire.wire import Key
 
-_MAP_TILE: Final = 8192  # elements of a program that makes or reads the bitmap
+_MAP_TILE: Final = 8192  # elements of a program that makes the bitmap
+_MAP_TILES: Final = 4  # of these a program that reads it
 _SAMPLE: Final = 32768  # elements that the guess of a threshold looks at, in groups of 16
 _BINS = tl.constexpr(256)  # of a digit of the radix select, 8 bits
 _SHARES: Final = 1024  # programs of the exact passes; each has an equal stretch of the elements
@@ -61,17 +62,18 @@ def _map_kernel(x, words, counts, threshold_bits, count, TILE: tl.constexpr):
 
 
 @triton.jit
-def _positions_kernel(x, words, ends, indices, magnitudes, capacity, TILE: tl.constexpr, GATHER: tl.constexpr):
-    """Indices of the set bits of a bitmap, and with GATHER the magnitudes there."""
+def _positions_kernel(x, words, ends, indices, magnitudes, word_count, capacity, TILES: tl.constexpr,
+                      TILE: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
+    """Indices of the set bits of TILES tiles of a bitmap, and with GATHER the magnitudes there."""
     program = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, TILE // 32)
-    word = tl.load(words + program * (TILE // 32) + place)
+    place = program * (TILES * TILE // 32) + tl.arange(0, TILES * TILE // 32)
+    word = tl.load(words + place, mask=place < word_count, other=0)
     set_bits = popcount(word)
-    end = tl.load(ends + program)
-    target = end - tl.sum(set_bits, axis=0) + tl.cumsum(set_bits, axis=0) - set_bits
+    start = tl.load(ends + program * TILES - 1, mask=program > 0, other=0)
+    target = start + tl.cumsum(set_bits, axis=0) - set_bits
     for _ in range(tl.max(set_bits, axis=0)):  # the lowest bit of each word
         lowest = word & -word
-        index = program * TILE + place * 32 + popcount(lowest - 1)
+        index = place * 32 + popcount(lowest - 1)
         inside = (word != 0) & (target < capacity)
         tl.store(indices + target, index, mask=inside)
         if GATHER:
@@ -291,7 +293,8 @@ def _candidates(x: Tensor, count: int, capacity: int) -> tuple[Tensor, Tensor, T
     words, ends = _bitmap(x, guess)
     positions = torch.empty(capacity, dtype=torch.int64, device=x.device)
     magnitudes = torch.empty(capacity, dtype=torch.int32, device=x.device)
-    launch(_positions_kernel, ends.numel(), x.device, x, words, ends, positions, magnitudes, capacity, _MAP_TILE, True)
+    launch(_positions_kernel, cdiv(ends.numel(), _MAP_TILES), x.device, x, words, ends, positions, magnitudes,
+           words.numel(), capacity, _MAP_TILES, _MAP_TILE, True)  # fmt: skip
     return positions, ends, magnitudes
 
 
@@ -311,7 +314,8 @@ def select_threshold(x: Tensor, tau: float) -> Tensor:
     bits = int(torch.tensor(max(tau, 0.0), dtype=torch.float32).view(torch.int32))
     words, ends = _bitmap(x, torch.full((1,), bits, dtype=torch.int32, device=x.device))
     indices = torch.empty(int(ends[-1]), dtype=torch.int64, device=x.device)
-    launch(_positions_kernel, ends.numel(), x.device, x, words, ends, indices, words, indices.numel(), _MAP_TILE, False)
+    launch(_positions_kernel, cdiv(ends.numel(), _MAP_TILES), x.device, x, words, ends, indices, words, words.numel(),
+           indices.numel(), _MAP_TILES, _MAP_TILE, False)  # fmt: skip
     return indices
 
 
