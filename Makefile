@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: train test lint bench docs golden setup clean
+.PHONY: train test test-triton lint bench docs golden sanitize setup clean
 
 setup: $(READY)
 
@@ -30,6 +30,20 @@ lint: $(READY)  ## style, types, and the direction of imports
 bench: $(READY)  ## sizes and speed of every codec
 	$(BIN)/gradwire bench codecs --bytes $(ARGS)
 	$(BIN)/gradwire bench codecs $(ARGS)
+
+sanitize: $(READY)  ## ten minutes of random cases against the reference, under AddressSanitizer and UBSan
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cmake nanobind
+	$(BIN)/cmake -S . -B build/sanitize -DCMAKE_BUILD_TYPE=Debug -DGRADWIRE_SANITIZE=ON \
+		-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
+	$(BIN)/cmake --build build/sanitize --parallel 2
+	LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libubsan.so) \
+		ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -m tests.kernels.sanitize build/sanitize --minutes $(or $(MINUTES),10)
+
+test-triton:  ## the CUDA kernels on the CPU, under Triton's interpreter; an environment of its own, of a gigabyte
+	test -x .venv-triton/bin/python || $(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev]' 'triton==3.6.0'
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -n auto tests/kernels/test_triton.py
 
 docs: $(READY)  ## the site, into site/
 	$(BIN)/mkdocs build --strict

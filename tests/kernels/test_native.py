@@ -1,11 +1,8 @@
 """The native core against the reference, on every instruction set of this machine."""
 
 import pytest
-import torch
 
-from gradwire import Key, kernels
-from gradwire.kernels import native, ops
-from gradwire.kernels.formats import Integer
+from gradwire import kernels
 
 from . import fuzz
 

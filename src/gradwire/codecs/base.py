@@ -356,18 +356,18 @@ class Carrier(Codec):
         """The parts beside the values."""
 
     @abstractmethod
-    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Kept values (flat float32), and the contents of ``_structure``."""
+    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """Kept values (flat float32), the contents of ``_structure``, and what ``_leave`` is told of their places."""
 
     @abstractmethod
     def _join(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         """The flat tensor of values and structure."""
 
+    @abstractmethod
     def _leave(
-        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+        self, e: Tensor, values: Tensor, sent: Tensor, places: Tensor | None, spec: TensorSpec, key: Key
     ) -> Tensor:
         """What is left of e if of ``values`` only ``sent`` travelled; e may be overwritten."""
-        return e - self._join(sent, structure, spec, key)
 
     def _actual_count(self, structure: tuple[Tensor, ...], spec: TensorSpec) -> int:
         """How many values this payload has; a codec whose count varies reads it from its structure."""
@@ -386,16 +386,16 @@ class Carrier(Codec):
         return (Part("values", self._values_dtype(spec), self._count(spec)), *self._structure(spec))
 
     def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        values, structure = self._split(x, spec, key)
+        values, structure, _ = self._split(x, spec, key)
         return (saturating(values, self._values_dtype(spec)), *structure)
 
     def _encode_with(
         self, x: Tensor, residual: Tensor | None, decay: float, spec: TensorSpec, key: Key
     ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
         e, nonfinite = ops.accumulate(x, residual, decay)
-        values, structure = self._split(e, spec, key)
+        values, structure, places = self._split(e, spec, key)
         sent = saturating(values, self._values_dtype(spec))
-        rest = None if residual is None else self._leave(e, values, sent.to(torch.float32), structure, spec, key)
+        rest = None if residual is None else self._leave(e, values, sent.to(torch.float32), places, spec, key)
         return (sent, *structure), nonfinite, rest
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:

@@ -83,10 +83,10 @@ class LowRank(Carrier):
     def _structure(self, spec: TensorSpec) -> tuple[Part, ...]:
         return ()
 
-    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         rows, columns, rank = self._matrix(spec)
         if rank == 0:
-            return x, ()
+            return x, (), None
         matrix = x.view(rows, columns).clamp(-_limit(rows), _limit(rows))
         draws = ops.random_bits(key, STREAM_SKETCH, columns * rank, device=x.device)
         sketch = (draws.to(torch.float32) * 2.0**-31 - 1.0).view(columns, rank)
@@ -99,10 +99,10 @@ class LowRank(Carrier):
         p = torch.where(largest > 0, p, 0.0)  # the factors of zeros are zeros, also after a lossy codec
         q = ops.thin_transposed_products([unit], [p])[0].T * largest
         # Factor by factor, so that a block of a quantizer sees values of one magnitude.
-        return torch.cat([p.T.reshape(-1), q.reshape(-1)]), ()
+        return torch.cat([p.T.reshape(-1), q.reshape(-1)]), (), None
 
     def _leave(
-        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+        self, e: Tensor, values: Tensor, sent: Tensor, places: Tensor | None, spec: TensorSpec, key: Key
     ) -> Tensor:
         rows, columns, rank = self._matrix(spec)
         if rank == 0:

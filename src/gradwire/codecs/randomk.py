@@ -76,8 +76,9 @@ class RandomK(Scattered):
     def _indices(self, spec: TensorSpec, key: Key, device: torch.device) -> Tensor:
         return ops.select_random(spec.numel, self._count(spec), key, device=device)
 
-    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return ops.gather(x, self._indices(spec, key, x.device)), ()
+    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        indices = self._indices(spec, key, x.device)
+        return ops.gather(x, indices), (), indices
 
     def _positions(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         return self._indices(spec, key, values.device)

@@ -73,10 +73,10 @@ class Scattered(Carrier):
         return out
 
     def _leave(
-        self, e: Tensor, values: Tensor, sent: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key
+        self, e: Tensor, values: Tensor, sent: Tensor, places: Tensor | None, spec: TensorSpec, key: Key
     ) -> Tensor:
-        indices = self._positions(values, structure, spec, key)
-        ops.scatter(e, indices, values - self._scaled(sent, spec), add=False)
+        assert places is not None
+        ops.scatter(e, places, values - self._scaled(sent, spec), add=False)
         return e
 
     def _sum_into(self, payloads: Sequence[Payload], out: Tensor, *, add: bool) -> None:
@@ -99,9 +99,9 @@ class Sparse(Scattered):
     def _structure(self, spec: TensorSpec) -> tuple[Part, ...]:
         return (Part("indices", torch.uint8, index_nbytes(spec.numel, self._count(spec))),)
 
-    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         indices = self._select(x, spec, key)
-        return ops.gather(x, indices), (pack(indices, spec.numel),)
+        return ops.gather(x, indices), (pack(indices, spec.numel),), indices
 
     def _positions(self, values: Tensor, structure: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
         return unpack(structure[-1], spec.numel, values.numel())

@@ -60,10 +60,10 @@ class Threshold(Sparse):
     def _select(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         return ops.select_threshold(x, self.tau)
 
-    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _split(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         indices = self._select(x, spec, key)
         count = torch.tensor([indices.numel()], dtype=torch.int64, device=x.device)
-        return x[indices], (count, pack(indices, spec.numel))
+        return ops.gather(x, indices), (count, pack(indices, spec.numel)), indices
 
     def _actual_count(self, structure: tuple[Tensor, ...], spec: TensorSpec) -> int:
         counted, indices = structure

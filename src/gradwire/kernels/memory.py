@@ -1,4 +1,4 @@
-"""Memory for results. Large tensors on the CPU reuse what earlier ones gave back: fresh pages cost more than kernels."""
+"""Memory for results. Large tensors on the CPU reuse what earlier ones gave back: fresh pages cost more than a pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 try:
     from gradwire._native import take_memory
 except ImportError:  # not built: a machine without a compiler
-    take_memory = None
+    take_memory = None  # type: ignore[assignment]
 
 __all__ = ["empty", "zeros"]
 

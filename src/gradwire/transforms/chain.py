@@ -90,7 +90,7 @@ class Chain(Codec):
 
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """What the carrier drops, and what its values lose."""
-        values, structure = self._carrier._split(x, spec, key)
+        values, structure, _ = self._carrier._split(x, spec, key)
         errors = self.values.bound(values, TensorSpec((values.numel(),)), key).to(torch.float32)
         dropped = self.carrier.bound(x, spec, key)
         return dropped + self._carrier._propagate(errors, values, structure, spec, key)
@@ -101,20 +101,20 @@ class Chain(Codec):
         return self._carrier._structure(spec) + values
 
     def _encode(self, x: Tensor, spec: TensorSpec, key: Key) -> tuple[Tensor, ...]:
-        values, structure = self._carrier._split(x, spec, key)
+        values, structure, _ = self._carrier._split(x, spec, key)
         return structure + self.values._encode(values, TensorSpec((values.numel(),)), key)
 
     def _encode_with(
         self, x: Tensor, residual: Tensor | None, decay: float, spec: TensorSpec, key: Key
     ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
         e, nonfinite = ops.accumulate(x, residual, decay)
-        values, structure = self._carrier._split(e, spec, key)
+        values, structure, places = self._carrier._split(e, spec, key)
         values_spec = TensorSpec((values.numel(),))
         inner = self.values._encode(values, values_spec, key)
         rest = None
         if residual is not None:
             sent = self.values._decode(inner, values_spec, key)
-            rest = self._carrier._leave(e, values, sent, structure, spec, key)
+            rest = self._carrier._leave(e, values, sent, places, spec, key)
         return structure + inner, nonfinite, rest
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:

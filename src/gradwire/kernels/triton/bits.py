@@ -1,6 +1,5 @@
 """Bit streams, random bits and packed indices."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: D103, N803, N806
 
 from typing import Final
 

@@ -1,6 +1,5 @@
 """What the kernels share: how they are launched, and pieces of them."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: D103, N803, SIM108
 
 from contextlib import nullcontext
 from typing import Any, Final
@@ -23,7 +22,8 @@ def launch(kernel: Any, programs: int, device: torch.device, *args: Any, num_war
     """Run a kernel on the current stream of a device. Constexpr arguments are the last ones."""
     if programs == 0:
         return
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    with nullcontext() if here else torch.cuda.device(device):
         kernel[(programs,)](*args, num_warps=num_warps, enable_fp_fusion=False)
 
 

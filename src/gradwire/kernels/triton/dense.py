@@ -1,6 +1,5 @@
 """Dense formats: encode with the residual in one pass over the tensor, decode several payloads in one."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: D103, N803, N806, RUF005, SIM108, SIM109
 
 import functools
 from collections.abc import Sequence

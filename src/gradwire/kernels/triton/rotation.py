@@ -4,7 +4,6 @@ A block of up to ``_PIECE`` is transformed by one program. In a longer one a fir
 pieces of that length, a second one those between pieces.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: D103, N803, N806
 
 import math
 from typing import Final

@@ -4,7 +4,6 @@ A bitmap of the elements that pass a threshold is the cheap way to keep them in 
 element, and turning set bits into positions costs a few a word.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: D103, N803, N806, SIM102, SIM108
 
 import math
 from typing import Final
