@@ -111,7 +111,7 @@ static inline void pack_any(const T* codes, int width, std::int64_t count, std::
       out += 4, held >>= 32, filled -= 32;
     }
   }
-  std::memcpy(out, &held, std::size_t((filled + 7) / 8));
+  if (filled > 0) std::memcpy(out, &held, std::size_t((filled + 7) / 8));
 }
 
 template <class T>
