@@ -16,7 +16,7 @@ settings.load_profile("gradwire")
 @pytest.fixture(params=kernels.backends())
 def backend(request):
     """Every kernel backend of this installation in turn; tensors are made where it runs."""
-    with kernels.use(request.param), torch.device("cuda" if request.param == "triton" else "cpu"):
+    with kernels.use(request.param), torch.device(_home(request.param)):
         yield request.param
 
 
@@ -24,5 +24,9 @@ def backend(request):
 def fastest_backend():
     """What runs if nobody says otherwise; for large tensors."""
     name = "triton" if torch.cuda.is_available() else kernels.available("cpu")["encode_blocks"]
-    with kernels.use(name), torch.device("cuda" if name == "triton" else "cpu"):
+    with kernels.use(name), torch.device(_home(name)):
         yield name
+
+
+def _home(backend):
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"

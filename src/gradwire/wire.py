@@ -203,7 +203,7 @@ def pack(payload: Payload) -> bytes:
     struct.pack_into(f"<{len(tables)}Q", frame, _FIXED.size, *tables)
     start = _FIXED.size + 8 * len(tables)
     frame[start : start + len(name)] = name
-    body = torch.frombuffer(frame, dtype=torch.uint8)[header:] if total > header else torch.empty(0)
+    body = torch.frombuffer(frame, dtype=torch.uint8)[header:] if total > header else torch.empty(0, device="cpu")
     offset = 0
     for part, length in zip(payload.parts, lengths, strict=True):
         if length:
@@ -266,7 +266,7 @@ def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = Fals
         raise WireError("corrupt header: the codec string is not printable.")
     if step >= 1 << 56:
         raise WireError(f"corrupt header: the step must be below 2**56; got {step}.")
-    nonfinite = torch.tensor(-1 if flags & _NON_FINITE else 0)
+    nonfinite = torch.tensor(-1 if flags & _NON_FINITE else 0, device="cpu")
     return Payload(codec, spec, Key(seed, step, bucket), _parts(view[header:], entries), nonfinite)
 
 
@@ -294,7 +294,7 @@ def _parts(body: memoryview, entries: Sequence[int]) -> tuple[Tensor, ...]:
     if sizes != sorted(sizes, reverse=True) or any(n % s for n, s in zip(lengths, sizes, strict=True)):
         raise WireError("corrupt header: parts must be whole items, in order of falling item size.")
     if not len(body):
-        return tuple(torch.empty(0, dtype=d) for d in dtypes)
+        return tuple(torch.empty(0, dtype=d, device="cpu") for d in dtypes)
     buffer = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     return tuple(chunk.view(d) for chunk, d in zip(torch.split(buffer, lengths), dtypes, strict=True))
 

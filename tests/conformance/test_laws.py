@@ -22,6 +22,7 @@ from .cases import (
     decoded,
     flat,
     heavy,
+    here,
     ids,
     normal,
     same_bits,
@@ -68,7 +69,11 @@ def test_a_tensor_survives_within_the_stated_bound_and_size(codec, dtype, shape,
         else:
             assert layout.nbytes >= len(data), content
 
-        assert same_bits(gradwire.decode(data), y.cpu()), f"{content}: the bytes decode to something else"
+        again = gradwire.decode(data)
+        if codec.laws(spec).exact_bytes or y.device == again.device:
+            assert same_bits(again, y.cpu()), f"{content}: the bytes decode to something else"
+        else:
+            assert_within_bound(codec, x, here(again), KEY, content)
 
 
 @every_codec
@@ -292,7 +297,7 @@ def test_every_carrier_chains_with_every_quantizer(carrier: Codec, backend):
         for content in ("normal", "one spike", "zeros"):
             x = CONTENTS[content](1200).view(30, 40)
             data = gradwire.encode(x, chain, key=KEY)
-            y = gradwire.decode(data)
+            y = here(gradwire.decode(data))
             assert len(data) <= chain.layout(TensorSpec.of(x)).nbytes
             assert_within_bound(chain, x, y, KEY, f"{chain} of {content}")
             assert content != "zeros" or not y.any()

@@ -48,7 +48,7 @@ class Threshold(Sparse):
     def bound(self, x: Tensor, spec: TensorSpec, key: Key) -> Tensor:
         """Exact from ``tau`` on."""
         magnitude = x.abs()
-        return torch.where(magnitude >= torch.tensor(self.tau, dtype=torch.float32), 0.0, magnitude)
+        return torch.where(magnitude >= torch.tensor(self.tau, dtype=torch.float32, device=x.device), 0.0, magnitude)
 
     def _count(self, spec: TensorSpec) -> int:
         return spec.numel

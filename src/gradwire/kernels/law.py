@@ -3,6 +3,7 @@
 import functools
 from typing import Final
 
+import numpy as np
 import torch
 
 FLOOR: Final = 2.0**-100
@@ -25,7 +26,16 @@ def reciprocal(number: float) -> float:
     >>> reciprocal(3.0)
     0.3333333432674408
     """
-    return float(torch.tensor(1.0 / number, dtype=torch.float32))
+    return float(np.float32(1.0 / number))
+
+
+def short_block(block: int, length: int) -> float:
+    """What the sum of a block of that many elements is multiplied by to become their mean: block / length in float32.
+
+    >>> short_block(16, 3)
+    5.333333492279053
+    """
+    return float(np.float32(block) / np.float32(length))
 
 
 @functools.cache
@@ -35,8 +45,7 @@ def largest_scale(largest_code: float, dtype: torch.dtype) -> float:
     >>> largest_scale(127, torch.bfloat16) * 127 < torch.finfo(torch.float32).max
     True
     """
-    most = torch.tensor(torch.finfo(torch.float32).max / largest_code)
-    below = torch.nextafter(most, torch.tensor(0.0))
+    below = np.nextafter(np.float32(np.finfo(np.float32).max / largest_code), np.float32(0.0))
     if dtype == torch.bfloat16:
-        below = (below.view(torch.int32) & ~0xFFFF).view(torch.float32)
+        below = (below.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     return float(below)

@@ -48,7 +48,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _nonfinite(count: int) -> Tensor:
-    return torch.tensor(count, dtype=torch.int64)
+    return torch.tensor(count, dtype=torch.int64, device=_CPU)
 
 
 def _key(key: Key, stream: int) -> Any:

@@ -22,6 +22,7 @@ from gradwire.kernels.law import (
     STREAM_SELECTION,
     largest_scale,
     reciprocal,
+    short_block,
 )
 from gradwire.wire import Key
 
@@ -148,7 +149,7 @@ def _means(rows: Tensor, count: int) -> Tensor:
     block = rows.shape[1]
     means = _lane_tree(rows * (1.0 / block))  # divided first: a sum of huge values would overflow
     if count % block:
-        means[-1] *= float(torch.tensor(float(block)) / torch.tensor(float(count % block)))
+        means[-1] *= short_block(block, count % block)
     return means
 
 

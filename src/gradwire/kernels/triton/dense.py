@@ -11,7 +11,15 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from gradwire.kernels.formats import Float8, Format, Half, Integer, Levels, Natural, Sign, Ternary
-from gradwire.kernels.law import FLOAT8_LARGEST, MSE_ROUNDS, MSE_START, STREAM_ROUNDING, largest_scale, reciprocal
+from gradwire.kernels.law import (
+    FLOAT8_LARGEST,
+    MSE_ROUNDS,
+    MSE_START,
+    STREAM_ROUNDING,
+    largest_scale,
+    reciprocal,
+    short_block,
+)
 from gradwire.kernels.triton.bits import pack
 from gradwire.kernels.triton.common import (
     KEY_ARGUMENTS,
@@ -608,7 +616,7 @@ def _launch_lanes(x, old, rest, codes, scales, nonfinite, decay, form, key, feed
         target = torch.empty(count, dtype=torch.int32, device=x.device)
     rows, step = max(8, _LANES_TILE // block), block // 16 if block <= 256 else 4
     last = count % block
-    short = float(torch.tensor(float(block)) / torch.tensor(float(last))) if last else 1.0
+    short = short_block(block, last) if last else 1.0
     start = MSE_START[form.bits] if kind is _MSE else 1.0
     levels = form.levels if isinstance(form, Levels) else 0
     key_arguments = philox_arguments(key, STREAM_ROUNDING) if form.random else _NO_KEY
@@ -660,7 +668,10 @@ def _get_codes(codes, base, left, bytes_left, KIND: tl.constexpr, BITS: tl.const
         EACH: tl.constexpr = 8 // BITS
         offsets = row * (COLUMNS // EACH) + tl.arange(0, COLUMNS // EACH)[None, :]
         packed = load(codes + base // EACH, offsets, (left + EACH - 1) // EACH, CUT).to(tl.int32)
-        code = (packed[:, :, None] >> (BITS * tl.arange(0, EACH))[None, None, :]) & ((1 << BITS) - 1)
+        if KIND == _SIGN:  # to the place of a float's sign, with whatever stands below it
+            code = packed[:, :, None] << (31 - tl.arange(0, EACH))[None, None, :]
+        else:
+            code = (packed[:, :, None] >> (BITS * tl.arange(0, EACH))[None, None, :]) & ((1 << BITS) - 1)
         return tl.reshape(code, (ROWS, COLUMNS))
     else:
         bit = (row * COLUMNS + tl.arange(0, COLUMNS)[None, :]) * BITS
@@ -687,7 +698,7 @@ def _decode_tile(out, codes, scales, base, left, bytes_left, middle, inverse_lev
             code = _get_codes(codes[i], base, left, bytes_left, KIND, BITS, ROWS, COLUMNS, CUT)
             scale = get_scale(scales[i] + base // BLOCK, row, (left + COLUMNS - 1) // COLUMNS, HALF, CUT)[:, None]
             if KIND == _SIGN:
-                value = float_of(bits_of(scale) ^ (code << 31))
+                value = float_of(bits_of(scale) ^ (code & -2147483648))
             elif KIND == _NATURAL:
                 value = _natural_value(code, scale.to(tl.int32))
             elif KIND == _E4M3 or KIND == _E5M2:
