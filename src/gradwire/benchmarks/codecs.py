@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -510,7 +510,7 @@ def _encode(c: Codec, tensors: _Tensors) -> Operation:
 
 def _decode(c: Codec, tensors: _Tensors) -> Operation:
     x, out = tensors.x, tensors.out
-    payload, _ = c.encode(x, c.init(tensors.spec, tensors.device))
+    payload = _received(c.encode(x, c.init(tensors.spec, tensors.device))[0])
     parts = _encoded(c, tensors, 1)
     calls = _calls(_peers_of(c, tensors), "decode", lambda peer: (parts[type(peer)][0], out))
     return Operation(
@@ -518,10 +518,15 @@ def _decode(c: Codec, tensors: _Tensors) -> Operation:
     )
 
 
+def _received(payload: Payload) -> Payload:
+    """As it is after the wire: whether it is finite is known, not waiting on the device."""
+    return replace(payload, nonfinite=payload.nonfinite.cpu())
+
+
 def _decode_add(c: Codec, tensors: _Tensors, count: int) -> Operation:
     x, acc = tensors.x, tensors.acc
     keys = _Keys()
-    payloads = [c.encode(x, c.init(tensors.spec, tensors.device), keys())[0] for _ in range(count)]
+    payloads = [_received(c.encode(x, c.init(tensors.spec, tensors.device), keys())[0]) for _ in range(count)]
     parts = _encoded(c, tensors, count)
     calls = _calls(_peers_of(c, tensors), "decode_add", lambda peer: (parts[type(peer)], acc))
     group = "decode_add" if count == 1 else "decode_add_8"
