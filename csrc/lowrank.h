@@ -8,7 +8,7 @@
 
 namespace gradwire::GRADWIRE_ISA {
 
-constexpr int kRowTile = kWidth == 16 ? 4 : 2;
+constexpr int kRowTile = kWidth == 16 ? 6 : 2;
 constexpr int kRankTile = kWidth == 4 ? 2 : 4;
 constexpr std::int64_t kColumnTile = 1024;
 
@@ -61,9 +61,13 @@ static void thin_range(const Matrix& a, std::int64_t begin, std::int64_t end) {
 // Adds kRows rows of M, each times its row of P, to kRanks rows of the transposed result (rank x columns).
 template <int kRows, int kRanks>
 static inline void transposed_tile(const Matrix& a, std::int64_t row, int rank, std::int64_t first, std::int64_t stop) {
-  const float* p = a.left + row * a.rank + rank;
   const float* m = a.m + row * a.columns;
   float* out = a.out + rank * a.columns;
+  F p[kRows][kRanks];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 16
+    for (int r = 0; r < kRanks; ++r) p[i][r] = all(a.left[(row + i) * a.rank + rank + r]);
   const auto step = [&](std::int64_t j, std::int64_t left) GRADWIRE_LAMBDA {
     F sum[kRanks];
 #pragma GCC unroll 16
@@ -73,7 +77,7 @@ static inline void transposed_tile(const Matrix& a, std::int64_t row, int rank, 
       const F v = load_some(m + i * a.columns + j, left);
       __builtin_prefetch(m + (i + kRows) * a.columns + j, 0, 2);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRanks; ++r) sum[r] = multiply_add(v, all(p[i * a.rank + r]), sum[r]);
+      for (int r = 0; r < kRanks; ++r) sum[r] = multiply_add(v, p[i][r], sum[r]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRanks; ++r) store_some(out + r * a.columns + j, sum[r], left);
@@ -86,7 +90,7 @@ static inline void transposed_tile(const Matrix& a, std::int64_t row, int rank, 
 template <int kRows>
 static inline void transposed_rows(const Matrix& a, std::int64_t row, std::int64_t first, std::int64_t stop) {
   int rank = 0;
-  for (; rank + 4 <= a.rank; rank += 4) transposed_tile<kRows, 4>(a, row, rank, first, stop);
+  for (; rank + kRankTile <= a.rank; rank += kRankTile) transposed_tile<kRows, kRankTile>(a, row, rank, first, stop);
   for (; rank < a.rank; ++rank) transposed_tile<kRows, 1>(a, row, rank, first, stop);
 }
 
@@ -97,7 +101,7 @@ static void thin_transposed_range(const Matrix& a, std::int64_t begin, std::int6
     const std::int64_t stop = least(end, first + tile);
     for (int r = 0; r < a.rank; ++r) std::memset(a.out + r * a.columns + first, 0, std::size_t(stop - first) * 4);
     std::int64_t row = 0;
-    for (; row + 8 <= a.rows; row += 8) transposed_rows<8>(a, row, first, stop);
+    for (; row + kRowTile <= a.rows; row += kRowTile) transposed_rows<kRowTile>(a, row, first, stop);
     for (; row < a.rows; ++row) transposed_rows<1>(a, row, first, stop);
   }
 }

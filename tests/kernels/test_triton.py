@@ -1,4 +1,4 @@
-"""The CUDA kernels against the reference on the CPU, byte for byte.
+"""The CUDA kernels against the reference on the CPU, byte for byte; low rank against float64, to its tolerance.
 
 Without a GPU, ``TRITON_INTERPRET=1`` runs them on the CPU, slowly.
 """
@@ -17,6 +17,7 @@ from gradwire.codecs.blocks import Blocks
 from gradwire.kernels import ops, reference
 from gradwire.kernels.formats import Float8, Half, Integer, Levels, Natural, Sign, Ternary
 from tests.conformance.cases import CONTENTS, NON_FINITE, same_bits
+from tests.kernels.fuzz import within
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
@@ -24,6 +25,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 pytest.importorskip("triton")
 triton = importlib.import_module("gradwire.kernels.triton")
 selection = importlib.import_module("gradwire.kernels.triton.selection")
+lowrank = importlib.import_module("gradwire.kernels.triton.lowrank")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -103,9 +105,8 @@ def poisoned(size):
     return x
 
 
-def test_it_has_every_op_but_the_matrix_products():
-    missing = set(ops.__all__) - set(triton.__all__)
-    assert missing <= {"thin_products", "thin_transposed_products", "outer_residual"}
+def test_it_has_every_op():
+    assert set(triton.__all__) == set(ops.__all__)
 
 
 @pytest.mark.parametrize("size", [*SIZES, *LARGE])
@@ -290,6 +291,115 @@ def test_rotation_of_a_large_tensor(block):
     agree("unrotate", reference.rotate(x, KEY, block), KEY, block, x.numel())
 
 
+def factors(rows, columns, rank, device=DEVICE):
+    """A matrix with thin ones for its rows and its columns."""
+    g = torch.Generator(device=device).manual_seed(rows * 1000 + columns + rank)
+    return [torch.randn(shape, generator=g, device=device) for shape in ((rows, columns), (rows, rank), (columns, rank))]
+
+
+def assert_low_rank(ms, ps, qs):
+    """All three ops are within the tolerance; float64 sums are made where the tensors are."""
+    results = triton.thin_products(ms, qs), triton.thin_transposed_products(ms, ps), triton.outer_residual(ms, ps, qs)
+    for m, p, q, mq, mp, rest in zip(ms, ps, qs, *results, strict=True):
+        m, p, q = m.double(), p.double(), q.double()
+        close(mq, m @ q, m.abs() @ q.abs(), m.shape[1])
+        close(mp, m.T @ p, m.T.abs() @ p.abs(), m.shape[0])
+        close(rest, m - p @ q.T, m.abs() + p.abs() @ q.T.abs(), p.shape[1] + 1)
+
+
+def close(got, exact, magnitude, terms):
+    assert got.dtype == FP32
+    assert got.device == exact.device
+    within(got, exact.cpu(), magnitude.cpu(), terms)
+
+
+RANKS = (1, 2, 3, 4, 7, 8, 16, 64)
+MATRICES = [(1, 1), (1, 300), (300, 1), (1, 20_000), (20_000, 1), (37, 129), (300, 257), (257, 300), (64, 128)]
+
+
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+@pytest.mark.parametrize("rank", RANKS)
+def test_low_rank(rank, shape):
+    if INTERPRETED and rank > 8 and max(shape) > 300:
+        pytest.skip("slow")
+    assert_low_rank(*([each] for each in factors(*shape, rank)))
+
+
+def test_low_rank_of_several_matrices():
+    shapes = [(37, 129, 3), (1, 1, 1), (300, 257, 9), (5, 1000, 8), (128, 64, 11)]
+    assert_low_rank(*zip(*(factors(*shape) for shape in shapes), strict=True))
+    assert triton.thin_products([], []) == triton.thin_transposed_products([], []) == []
+    assert triton.outer_residual([], [], []) == []
+
+
+@pytest.mark.parametrize("rank", [1, 4, 11])
+def test_low_rank_of_views(rank):
+    m, p, q = factors(100, 132, rank)
+    wide = torch.cat([m, m], dim=1)
+    shifted = torch.empty(m.numel() + 1, device=DEVICE)[1:].view(m.shape).copy_(m)  # rows not at 16 bytes
+    turned = p.T.contiguous().T, q.T.contiguous().T
+    spread = torch.stack([p, p], dim=2)[:, :, 0], torch.stack([q, q], dim=2)[:, :, 0]
+    equal = p[:, :1].expand(-1, rank), q[:1].expand(132, rank)
+    for matrix in (m, m.T.contiguous().T, wide[:, :132], wide[:, 1:133], wide[::3], shifted):
+        for left, right in ((p, q), turned, spread, equal):
+            assert_low_rank([matrix], [left[: len(matrix)]], [right])
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2), (5, 0, 2), (0, 0, 3), (5, 7, 0)], ids=str)
+def test_low_rank_of_nothing(shape):
+    args = [[each] for each in factors(*shape)]
+    ms, ps, qs = args
+    cases = ((triton.thin_products, reference.thin_products, (ms, qs)),
+             (triton.thin_transposed_products, reference.thin_transposed_products, (ms, ps)),
+             (triton.outer_residual, reference.outer_residual, args))  # fmt: skip
+    for ours, theirs, arguments in cases:
+        assert torch.equal(ours(*arguments)[0], theirs(*arguments)[0])
+
+
+def test_low_rank_sums_are_split_and_reproducible(monkeypatch):
+    """As in matrices of few rows or columns: more programs than there are tiles of results."""
+    monkeypatch.setattr(lowrank, "_LEAST_STEPS", 1)
+    for shape in ((3, 1000, 9), (1000, 3, 9), (300, 257, 4)):
+        m, p, q = factors(*shape)
+        assert_low_rank([m], [p], [q])
+        for op, thin in ((triton.thin_products, q), (triton.thin_transposed_products, p)):
+            assert_same(op([m], [thin])[0], op([m], [thin])[0].cpu())
+        before = m.clone(), p.clone(), q.clone()
+        triton.outer_residual([m], [p], [q])
+        assert all(torch.equal(a, b) for a, b in zip(before, (m, p, q), strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("shape", [(4096, 4096), (4097, 4099), (3, 1 << 22), (1 << 22, 3), (1 << 17, 516)], ids=str)
+def test_low_rank_of_a_large_matrix(shape, rank):
+    assert_low_rank(*([each] for each in factors(*shape, rank)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(70_000, 32_000), (32_000, 70_000), (24, 100_000_000)], ids=str)
+def test_low_rank_beyond_32_bits(shape):
+    """Indices do not wrap: small integers have exact sums."""
+    rows, columns = shape
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 50 << 30:
+        pytest.skip("needs 50 GB")
+    m = torch.zeros(shape, device=DEVICE)
+    m[-1, -1], m[rows // 2, 0], m[0, columns // 2] = 3.0, 5.0, 7.0
+    p = (torch.arange(rows, device=DEVICE) % 7 + 1.0)[:, None].repeat(1, 2)
+    q = (torch.arange(columns, device=DEVICE) % 5 + 1.0)[:, None].repeat(1, 2)
+    want_rows, want_columns = torch.zeros_like(p), torch.zeros_like(q)
+    for i, j in ((rows - 1, columns - 1), (rows // 2, 0), (0, columns // 2)):
+        want_rows[i] += m[i, j] * q[j]
+        want_columns[j] += m[i, j] * p[i]
+    assert torch.equal(triton.thin_products([m], [q])[0], want_rows)
+    assert torch.equal(triton.thin_transposed_products([m], [p])[0], want_columns)
+    (rest,) = triton.outer_residual([m], [p], [q])
+    for i in (0, rows // 2, rows - 1):
+        assert torch.equal(rest[i], m[i] - 2 * p[i, 0] * q[:, 0])
+    for j in (0, columns // 2, columns - 1):
+        assert torch.equal(rest[:, j], m[:, j] - 2 * p[:, 0] * q[j, 0])
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_no_op_waits_for_the_device():
     x, residual = on_device((mixture(2_000_003), mixture(2_000_003).flip(0)))
@@ -312,5 +422,8 @@ def test_no_op_waits_for_the_device():
         triton.scatter(e, indices, triton.gather(x, indices), add=True)
         triton.pack_indices(indices, x.numel(), 6)
         triton.unrotate(triton.rotate(x, KEY, 4096), KEY, 4096, x.numel())
+        for rank in (4, 9):
+            m, p, q = x[:2_000_000].view(1000, 2000), x[: 1000 * rank].view(1000, rank), x[: 2000 * rank].view(-1, rank)
+            triton.outer_residual([m], triton.thin_products([m], [q]), triton.thin_transposed_products([m], [p]))
     finally:
         torch.cuda.set_sync_debug_mode("default")

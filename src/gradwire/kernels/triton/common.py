@@ -18,13 +18,15 @@ MAGIC = tl.constexpr(1.5 * 2.0**23)  # added and subtracted, it rounds half to e
 MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *args: Any, num_warps: int = 4) -> None:
-    """Run a kernel on the current stream of a device. Constexpr arguments are the last ones."""
+def launch(
+    kernel: Any, programs: int, device: torch.device, *args: Any, num_warps: int = 4, fuse: bool = False
+) -> None:
+    """Run a kernel on the current stream of a device. Constexpr arguments are the last ones. ``fuse`` contracts."""
     if programs == 0:
         return
     here = device.type != "cuda" or device.index == torch.cuda.current_device()
     with nullcontext() if here else torch.cuda.device(device):
-        kernel[(programs,)](*args, num_warps=num_warps, enable_fp_fusion=False)
+        kernel[(programs,)](*args, num_warps=num_warps, enable_fp_fusion=fuse)
 
 
 def blank(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
