@@ -5,7 +5,7 @@ import torch
 
 from gradwire.benchmarks.codecs import _DECODE, _DECODE_8, _ENCODE, _FEEDBACK, minimal_bytes
 from gradwire.benchmarks.libraries import installed, libraries
-from gradwire.benchmarks.peers import Rotation, eager, select_top
+from gradwire.benchmarks.peers import Rotation, in_torch, select_top
 from gradwire.codecs import codec
 from gradwire.kernels import ops
 from gradwire.transforms.base import SenderTransform
@@ -24,7 +24,8 @@ def x():
 def peers_of(name):
     """As it is timed in eager mode, as it is compiled, and what is installed."""
     which = codec(name)
-    found = {"eager": eager(which, torch.empty(2, N)), "compiled": eager(which)}
+    found = {"eager": in_torch(which), "tuned": in_torch(which, torch.empty(2, N))}
+    found |= {"compiled": in_torch(which, fused=True)}
     return found | libraries(which, torch.device("cpu"))
 
 
@@ -36,7 +37,7 @@ def error(x, decoded):
 def test_a_peer_in_torch_has_our_error(name, x):
     c = codec(name)
     ours = error(x, c.decode(c.encode(x)[0]))
-    for peer in (eager(c, torch.empty(2, N)), eager(c)):
+    for peer in (in_torch(c, torch.empty(2, N)), in_torch(c), in_torch(c, fused=True)):
         theirs = error(x, peer.decode(peer.encode(x), torch.empty(N)))
         assert theirs == pytest.approx(ours, rel=0.01)
 
@@ -79,7 +80,7 @@ def test_a_peer_loses_nothing_of_its_residual_and_adds_what_it_decodes(name, x):
 def test_every_codec_that_is_timed_has_a_peer():
     for name in (*_FEEDBACK, *CODECS):
         c = codec(name)
-        assert eager(c.inner if isinstance(c, SenderTransform) else c) is not None
+        assert in_torch(c.inner if isinstance(c, SenderTransform) else c) is not None
 
 
 def test_selection_and_rotation_do_what_ours_do(x):

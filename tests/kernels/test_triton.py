@@ -294,7 +294,9 @@ def test_rotation_of_a_large_tensor(block):
 def factors(rows, columns, rank, device=DEVICE):
     """A matrix with thin ones for its rows and its columns."""
     g = torch.Generator(device=device).manual_seed(rows * 1000 + columns + rank)
-    return [torch.randn(shape, generator=g, device=device) for shape in ((rows, columns), (rows, rank), (columns, rank))]
+    return [
+        torch.randn(shape, generator=g, device=device) for shape in ((rows, columns), (rows, rank), (columns, rank))
+    ]
 
 
 def assert_low_rank(ms, ps, qs):

@@ -423,9 +423,12 @@ def _peers_of(c: Codec, tensors: _Tensors) -> dict[str, Peer]:
     """By name; those to be compiled are among them, uncompiled."""
     c = c.inner if isinstance(c, SenderTransform) else c
     found: dict[str, Peer] = {}
-    in_torch = peers.eager(c, tensors.work), peers.eager(c)
-    if in_torch[0] and in_torch[1]:
-        found = {"eager": in_torch[0], "compiled": in_torch[1]}
+    forms = {
+        "eager": peers.in_torch(c),
+        "eager, tuned": peers.in_torch(c, tensors.work),
+        "compiled": peers.in_torch(c, fused=True),
+    }
+    found |= {name: peer for name, peer in forms.items() if peer}
     for name, peer in libraries(c, tensors.device).items():
         found[name] = peer
         if peer.compiles:

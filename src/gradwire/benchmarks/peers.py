@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwire.codecs import Codec, codec, randomk, topk
 from gradwire.codecs.sparse import kept_count
 
-__all__ = ["Parts", "Peer", "Rotation", "eager", "select_top"]
+__all__ = ["Parts", "Peer", "Rotation", "in_torch", "select_top"]
 
 Parts: TypeAlias = tuple[Tensor, ...]
 
@@ -87,8 +87,11 @@ class _Blocks(Peer):
         return self._pack(values), scale
 
     def _values(self, parts: Parts) -> Tensor:
-        """The values of a payload, as one expression for a compiler."""
+        """The values of a payload; where a code is a byte, as one expression for a compiler."""
         codes, scale = parts
+        if self.packed:
+            room = torch.empty(scale.numel() * self.block, device=codes.device)
+            return self._unpack(codes, room).view(-1, self.block).mul_(scale.float()).view(-1)
         return (codes.to(torch.float32).view(-1, self.block) * scale.float()).view(-1)
 
     def decode(self, parts: Parts, out: Tensor) -> Tensor:
@@ -413,15 +416,17 @@ def select_top(x: Tensor, count: int, room: Tensor | None = None) -> Tensor:
     return torch.topk(torch.abs(x, out=room), count, sorted=False).indices
 
 
-def eager(which: Codec, work: Tensor | None = None) -> Peer | None:
+def in_torch(which: Codec, work: Tensor | None = None, *, fused: bool = False) -> Peer | None:
     """The codec in plain torch; None if nobody wrote it.
 
-    >>> peer = eager(codec("int8"))
+    With a workspace it allocates nothing but its results; ``fused`` is the form that a compiler makes most of.
+
+    >>> peer = in_torch(codec("int8"))
     >>> [part.dtype for part in peer.encode(torch.randn(1024))]
     [torch.int8, torch.bfloat16]
     """
     blocks: dict[str, type[_Blocks]] = {"int8": Int8, "int3": Int3, "qsgd": QSGD, "fp8:e4m3": Float8}
-    blocks |= {"int4": FusedInt4, "sign": FusedSign} if work is None else {"int4": Int4, "sign": Sign}
+    blocks |= {"int4": FusedInt4, "sign": FusedSign} if fused else {"int4": Int4, "sign": Sign}
     for name, peer in blocks.items():
         if which == codec(name):
             return peer(work)

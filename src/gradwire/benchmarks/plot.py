@@ -13,7 +13,8 @@ __all__ = ["check", "draw"]
 
 _OURS: Final = "#0b5394"
 _PEERS: Final = {
-    "eager": "#b7b7b7",
+    "eager": "#d0d0d0",
+    "eager, tuned": "#b7b7b7",
     "eager, transposed": "#8f8f8f",
     "torch.topk only": "#a99bbd",
     "compiled": "#666666",

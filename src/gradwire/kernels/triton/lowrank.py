@@ -59,7 +59,12 @@ def _part(rank, groups, splits, steps, RANK: tl.constexpr):
     program = tl.program_id(0)
     first = tl.minimum(program % groups * RANK, rank - RANK)  # the last group may repeat ranks of the one before
     split = program // groups % splits
-    return first.to(tl.int64), (program // groups // splits).to(tl.int64), split.to(tl.int64), split.to(tl.int64) * steps
+    return (
+        first.to(tl.int64),
+        (program // groups // splits).to(tl.int64),
+        split.to(tl.int64),
+        split.to(tl.int64) * steps,
+    )
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -107,7 +112,7 @@ def _columns_kernel(m, thin, sums_out, rows, columns, rank, groups, splits, step
     sums = _zeros(HELD, COLUMNS, RANK)  # all rows of a thread are added at once
     todo = tl.minimum(tl.cdiv(rows - start, ROWS), steps).to(tl.int32)
     for step in tl.range(todo, num_stages=STAGES):
-        before = step.to(tl.int64) * ROWS
+        before = (tl.zeros((), tl.int64) + step) * ROWS
         within = row < rows - start - before
         values = tl.load(m + before * columns + place, mask=within[:, None] & inside[None, :], other=0.0)
         new = ()
