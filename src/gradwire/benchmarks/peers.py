@@ -2,7 +2,7 @@
 
 Same work, same quality: blocks, scale dtypes, packed codes and residuals are those of the codec, and a test compares
 the errors. The peers may do what is fair and fast: they update the residual in place and need tensors of whole blocks;
-in eager mode intermediate results go to a workspace that is allocated once. What is sent is a new tensor each time, as
+tuned, intermediate results go to a workspace that is allocated once. What is sent is a new tensor each time, as
 ours is. They do not look for NaN and Inf, which ours do.
 """
 
@@ -63,6 +63,7 @@ class _Blocks(Peer):
     """Codes times a scale a block; subclasses quantize and pack."""
 
     block: ClassVar[int] = 128
+    packed: ClassVar[bool] = False  # several codes a byte
 
     @abstractmethod
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,6 +145,7 @@ class Int4(_AbsmaxInteger):
     """Blocks of 128, bf16 scales; a byte holds a value of the first half and one of the second, a + 16 b."""
 
     limit = 7
+    packed = True
 
     def _pack(self, values: Tensor) -> Tensor:
         first, second = values.view(2, -1)
@@ -252,9 +254,11 @@ class Float8(_Blocks):
 class Sign(_Blocks):
     """Blocks of 128, the mean magnitude as a bf16 scale, eight signs to a byte."""
 
+    packed = True
+
     def __init__(self, work: Tensor | None = None) -> None:
         super().__init__(work)
-        self._signs = None if work is None else _signs_of_bytes(work.device)
+        self._signs: Tensor | None = None
 
     def _scale(self, rows: Tensor) -> Tensor:
         return torch.abs(rows, out=self._room(rows)).mean(1, keepdim=True).to(torch.bfloat16)
@@ -277,7 +281,8 @@ class Sign(_Blocks):
         return gathered.view(torch.uint8).view(-1, 8)[:, 7].contiguous()
 
     def _unpack(self, codes: Tensor, out: Tensor) -> Tensor:
-        assert self._signs is not None
+        if self._signs is None:
+            self._signs = _signs_of_bytes(out.device)
         return _write_signs(codes, self._signs, out)
 
 
