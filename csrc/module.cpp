@@ -151,6 +151,9 @@ NB_MODULE(_native, m) {
   m.def("select_block_top", [](Address x, Index count, Index each, Index block, Address out, int threads) {
     unlocked([&] { gradwire::select_block_top(at<const float>(x), count, each, block, at<Index>(out), threads); });
   });
+  m.def("select_random", [](const RandomKey& key, Index total, Index count, Address out, int threads) {
+    unlocked([&] { gradwire::select_random(key, total, count, at<Index>(out), threads); });
+  });
   m.def("scatter", [](Address out, Index count, Address indices, Address values, Index n, bool add) {
     unlocked([&] {
       gradwire::scatter(at<float>(out), count, at<const Index>(indices), at<const float>(values), n, add);

@@ -267,6 +267,17 @@ void select_block_top(const float* x, std::int64_t count, std::int64_t each, std
            });
 }
 
+void select_random(const RandomKey& key, std::int64_t total, std::int64_t count, std::int64_t* out, int threads) {
+  const std::int64_t each = total / count, longer = total % count;
+  parallel(count, threads, kShare, 64, [&](int, std::int64_t begin, std::int64_t end) {
+    kernels().random(key, out, begin, end);
+    for (std::int64_t p = begin; p < end; ++p) {
+      const std::int64_t start = p * each + std::min(p, longer), length = each + (p < longer);
+      out[p] = start + ((out[p] * length) >> 32);
+    }
+  });
+}
+
 void scatter(float* out, std::int64_t count, const std::int64_t* indices, const float* values, std::int64_t n, bool add) {
   constexpr std::int64_t kAhead = 32;
   for (std::int64_t i = 0; i < n; ++i) {

@@ -25,6 +25,8 @@ void select_top(const float* x, std::int64_t count, std::int64_t wanted, std::in
 std::vector<std::int64_t> select_at_least(const float* x, std::int64_t count, float tau, int threads);
 void select_block_top(const float* x, std::int64_t count, std::int64_t each, std::int64_t block, std::int64_t* out,
                       int threads);
+// One index of each of `count` stretches of [0, total), which has fewer than 2**31 elements a stretch.
+void select_random(const RandomKey& key, std::int64_t total, std::int64_t count, std::int64_t* out, int threads);
 void scatter(float* out, std::int64_t count, const std::int64_t* indices, const float* values, std::int64_t n, bool add);
 void gather(const float* x, std::int64_t count, const std::int64_t* indices, float* values, std::int64_t n);
 void pack_indices(const std::int64_t* indices, std::int64_t n, std::int64_t total, int width, std::uint8_t* out);

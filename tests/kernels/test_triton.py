@@ -316,25 +316,24 @@ def close(got, exact, magnitude, terms):
 
 
 RANKS = (1, 2, 3, 4, 7, 8, 16, 64)
-MATRICES = [(1, 1), (1, 300), (300, 1), (1, 20_000), (20_000, 1), (37, 129), (300, 257), (257, 300), (64, 128)]
+MATRICES = [(1, 1), (1, 300), (300, 1), (37, 129), (300, 257), (64, 128)]
+MATRICES += [] if INTERPRETED else [(1, 20_000), (20_000, 1), (257, 300)]
 
 
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 @pytest.mark.parametrize("rank", RANKS)
 def test_low_rank(rank, shape):
-    if INTERPRETED and rank > 8 and max(shape) > 300:
-        pytest.skip("slow")
     assert_low_rank(*([each] for each in factors(*shape, rank)))
 
 
 def test_low_rank_of_several_matrices():
-    shapes = [(37, 129, 3), (1, 1, 1), (300, 257, 9), (5, 1000, 8), (128, 64, 11)]
+    shapes = [(37, 129, 3), (1, 1, 1), (100, 257, 9), (5, 1000, 8), (128, 64, 11)]
     assert_low_rank(*zip(*(factors(*shape) for shape in shapes), strict=True))
     assert triton.thin_products([], []) == triton.thin_transposed_products([], []) == []
     assert triton.outer_residual([], [], []) == []
 
 
-@pytest.mark.parametrize("rank", [1, 4, 11])
+@pytest.mark.parametrize("rank", [1, 3] if INTERPRETED else [1, 4, 11])
 def test_low_rank_of_views(rank):
     m, p, q = factors(100, 132, rank)
     wide = torch.cat([m, m], dim=1)
@@ -342,7 +341,7 @@ def test_low_rank_of_views(rank):
     turned = p.T.contiguous().T, q.T.contiguous().T
     spread = torch.stack([p, p], dim=2)[:, :, 0], torch.stack([q, q], dim=2)[:, :, 0]
     equal = p[:, :1].expand(-1, rank), q[:1].expand(132, rank)
-    for matrix in (m, m.T.contiguous().T, wide[:, :132], wide[:, 1:133], wide[::3], shifted):
+    for matrix in (m, m.T.contiguous().T, wide[:, :132], wide[:, 1:133], wide[::3, :132], shifted):
         for left, right in ((p, q), turned, spread, equal):
             assert_low_rank([matrix], [left[: len(matrix)]], [right])
 
@@ -361,7 +360,7 @@ def test_low_rank_of_nothing(shape):
 def test_low_rank_sums_are_split_and_reproducible(monkeypatch):
     """As in matrices of few rows or columns: more programs than there are tiles of results."""
     monkeypatch.setattr(lowrank, "_LEAST_STEPS", 1)
-    for shape in ((3, 1000, 9), (1000, 3, 9), (300, 257, 4)):
+    for shape in ((3, 1000, 9), (1000, 3, 9), (300, 257, 2)):
         m, p, q = factors(*shape)
         assert_low_rank([m], [p], [q])
         for op, thin in ((triton.thin_products, q), (triton.thin_transposed_products, p)):

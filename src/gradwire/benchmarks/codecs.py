@@ -218,7 +218,7 @@ def run(settings: Settings, notify: Notify = lambda what, done, total: None) -> 
 
     >>> report = run(Settings(elements=4096, codecs=("int8",), groups=("encode",), rounds=1, compile=False))
     >>> [(result.name, sorted(result.peers)) for result in report.results]
-    [('int8', ['eager'])]
+    [('int8', ['eager', 'eager, tuned'])]
     """
     tensors = _Tensors(settings)
     operations = _chosen(settings, tensors)

@@ -185,6 +185,14 @@ def select_threshold(x: Tensor, tau: float) -> Tensor:
     return found
 
 
+def select_random(total: int, count: int, key: Key, *, device: torch.device) -> Tensor:
+    out = empty(count, torch.int64, _CPU)
+    if count:
+        draws = _key(key, law.STREAM_SELECTION)
+        _native.select_random(draws, total, count, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
 def scatter(out: Tensor, indices: Tensor, values: Tensor, add: bool) -> None:
     n, values = indices.numel(), values.contiguous()
     _native.scatter(

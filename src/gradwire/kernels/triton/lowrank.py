@@ -6,6 +6,7 @@ tiles in the cache. If results are few, their sums are split over several progra
 The split follows from the shape alone, and nothing depends on which program comes first: results are reproducible.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
 
 from collections.abc import Sequence
 from typing import Final
@@ -30,7 +31,7 @@ _ROWS_STAGES: Final = 4  # tiles under way
 _COLUMNS_TILE: Final = (128, 64)
 _COLUMNS_STAGES: Final = 3
 # Of M - P @ Q.T. Here both sides are shorter than the threads are many: factors go straight to where they are needed.
-_OUTER_TILE: Final = (64, 128)
+_OUTER_TILE: Final = (32, 128)
 _OUTER_WARPS: Final = 8
 
 # Compiled once for all values, not anew for 1 and for multiples of 16.
@@ -58,13 +59,8 @@ def _part(rank, groups, splits, steps, RANK: tl.constexpr):
     """What is a program's: the first rank, the results' tile, the split, and its first step along the sums."""
     program = tl.program_id(0)
     first = tl.minimum(program % groups * RANK, rank - RANK)  # the last group may repeat ranks of the one before
-    split = program // groups % splits
-    return (
-        first.to(tl.int64),
-        (program // groups // splits).to(tl.int64),
-        split.to(tl.int64),
-        split.to(tl.int64) * steps,
-    )
+    split = (program // groups % splits).to(tl.int64)
+    return first.to(tl.int64), (program // groups // splits).to(tl.int64), split, split * steps
 
 
 @triton.jit(do_not_specialize=_SIZES)
