@@ -52,4 +52,4 @@ golden: $(READY)  ## freeze the bytes of codecs that have no golden file yet; ol
 	$(BIN)/python -m tests.golden.freeze
 
 clean:
-	rm -rf .venv build dist site
+	rm -rf .venv .venv-triton build dist site

@@ -12,6 +12,10 @@
 
 #include "parallel.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace gradwire {
 namespace {
 
@@ -21,12 +25,13 @@ constexpr std::int64_t kBeyondCaches = 1 << 22;   // elements from which results
 bool runs(const char* name) {
   const std::string set = name;
 #if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool halves = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);  // a name that not every compiler knows
+  const bool avx2 = halves && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (set == "avx2") return avx2;
   if (set == "avx512")
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
-  if (set == "avx2")
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
   return set == "portable";
 }
@@ -85,7 +90,7 @@ struct Candidates {
       : shares(std::size_t(std::max(threads, 1)) + std::size_t(count >> 31)), starts(shares.size()) {
     // A position has 32 bits: beyond 2**31 elements there are more shares than threads.
     const int split = std::max<int>(threads, int(count >> 31) + 1);
-    parallel(count, split, std::min(kShare, std::int64_t{1} << 31), 16, [&](int share, std::int64_t begin, std::int64_t end) {
+    parallel(count, split, kShare, 16, [&](int share, std::int64_t begin, std::int64_t end) {
       auto& found = shares[std::size_t(share)];
       starts[std::size_t(share)] = begin;
       const double part = double(end - begin) / double(count);
@@ -109,12 +114,17 @@ std::uint32_t order(float x) {
   return b & 0x7FFFFFFFu;
 }
 
-// A bound that some more than `wanted` magnitudes reach, guessed from a sample of whole cache lines.
-std::uint32_t guess_bound(const float* x, std::int64_t count, std::int64_t wanted, std::int64_t& expected) {
+struct Guess {
+  std::uint32_t bound;    // that some more than the wanted number of magnitudes reach
+  std::int64_t expected;  // how many do
+  bool tied;              // many magnitudes are the bound itself
+};
+
+// Guessed from a sample of whole cache lines.
+Guess guess_bound(const float* x, std::int64_t count, std::int64_t wanted) {
   constexpr std::int64_t kLine = 16;
   const std::int64_t lines = std::min<std::int64_t>(4096, count / (4 * kLine));
-  expected = count;
-  if (lines < 64) return 0;
+  if (lines < 64) return {0, count, false};
   std::vector<std::uint32_t> sample(std::size_t(lines * kLine));
   const std::int64_t stride = count / kLine / lines * kLine;
   for (std::int64_t i = 0; i < lines; ++i)
@@ -122,10 +132,33 @@ std::uint32_t guess_bound(const float* x, std::int64_t count, std::int64_t wante
   // Neighbours are alike, so a line counts for less than 16 draws; a wrong guess costs time, never the result.
   const double mean = double(wanted) / double(count) * double(sample.size());
   const std::size_t rank = std::size_t(mean + 8 * std::sqrt(mean) + 16);
-  if (rank >= sample.size() * 3 / 4) return 0;
+  if (rank >= sample.size() * 3 / 4) return {0, count, false};
   std::nth_element(sample.begin(), sample.begin() + std::ptrdiff_t(rank), sample.end(), std::greater<>());
-  expected = std::int64_t(double(rank) / double(sample.size()) * double(count));
-  return sample[rank];
+  const std::int64_t expected = std::int64_t(double(rank) / double(sample.size()) * double(count));
+  const auto ties = std::count(sample.begin(), sample.end(), sample[rank]);
+  return {sample[rank], expected, ties > std::ptrdiff_t(sample.size() / 32)};
+}
+
+// All candidates, which are above a bound, and the first elements at the bound, in order; false if those are too few.
+bool take_ties(const float* x, std::int64_t count, std::uint32_t bound, const Candidates& above, std::int64_t wanted,
+               std::int64_t* out) {
+  constexpr std::int64_t kChunk = 1 << 16;
+  const std::int64_t missing = wanted - above.size;
+  std::vector<std::int64_t> ties;
+  for (std::int64_t begin = 0; begin < count && std::int64_t(ties.size()) < missing; begin += kChunk) {
+    OwnedFound found;
+    if (!kernels().find(x, begin, std::min(count, begin + kChunk), bound, found)) throw std::bad_alloc();
+    for (std::int64_t i = 0; i < found.size && std::int64_t(ties.size()) < missing; ++i)
+      if (found.magnitudes[i] == bound) ties.push_back(begin + found.positions[i]);
+  }
+  if (std::int64_t(ties.size()) < missing) return false;
+  auto next = ties.begin();
+  above.visit([&](std::uint32_t, std::int64_t index) {
+    while (next != ties.end() && *next < index) *out++ = *next++;
+    *out++ = index;
+  });
+  std::copy(next, ties.end(), out);
+  return true;
 }
 
 // A bound that is surely low enough, by counting the upper bits of everything.
@@ -224,13 +257,13 @@ void unpack_bits(const std::uint8_t* data, std::int64_t bytes, int bits, std::in
 
 void select_top(const float* x, std::int64_t count, std::int64_t wanted, std::int64_t* out, int threads) {
   if (wanted <= 0) return;
-  std::int64_t expected = 0;
-  std::uint32_t bound = guess_bound(x, count, wanted, expected);
-  auto candidates = std::make_unique<Candidates>(x, count, bound, expected, threads);
+  const Guess guess = guess_bound(x, count, wanted);
+  // Without the ties, of which there may be as many as elements; the first ones are found faster than collected.
+  auto candidates = std::make_unique<Candidates>(x, count, guess.bound + guess.tied, guess.expected, threads);
+  if (guess.tied && candidates->size < wanted && take_ties(x, count, guess.bound, *candidates, wanted, out)) return;
   if (candidates->size < wanted) {
-    bound = counted_bound(x, count, wanted, threads);
     candidates.reset();
-    candidates = std::make_unique<Candidates>(x, count, bound, 2 * wanted, threads);
+    candidates = std::make_unique<Candidates>(x, count, counted_bound(x, count, wanted, threads), 2 * wanted, threads);
   }
   // The smallest magnitude that is kept, eleven or ten bits at a time from the top, and how many of its ties are.
   std::uint32_t smallest = 0;

@@ -3,11 +3,38 @@
 #include <algorithm>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 namespace gradwire {
+namespace {
+
+// The numeric law keeps denormals, whatever the calling thread has set (torch.set_flush_denormal).
+class KeepDenormals {
+ public:
+#if defined(__SSE2__)
+  KeepDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~0x8040u); }
+  ~KeepDenormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+  KeepDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(before_ & ~(std::uint64_t{1} << 24)));
+  }
+  ~KeepDenormals() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+
+ private:
+  std::uint64_t before_;
+#endif
+};
+
+}  // namespace
 
 void parallel(std::int64_t units, int threads, std::int64_t least_units, std::int64_t step,
               const std::function<void(int, std::int64_t, std::int64_t)>& work) {
@@ -19,6 +46,7 @@ void parallel(std::int64_t units, int threads, std::int64_t least_units, std::in
   std::mutex guard;
   const auto run = [&](int share) {
     try {
+      [[maybe_unused]] const KeepDenormals kept;
       const std::int64_t begin = share * each, end = std::min(units, begin + each);
       if (begin < end) work(share, begin, end);
     } catch (...) {
@@ -31,7 +59,7 @@ void parallel(std::int64_t units, int threads, std::int64_t least_units, std::in
   int share = 1;
   try {
     for (; share < shares; ++share) started.emplace_back(run, share);
-  } catch (const std::system_error&) {  // no more threads to be had: this one does the rest
+  } catch (...) {  // no more threads to be had: this one does the rest
   }
   run(0);
   for (; share < shares; ++share) run(share);

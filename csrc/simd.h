@@ -279,6 +279,12 @@ static inline float fold(F a) {
 #endif
 }
 
+#if defined(__clang__)
+#define GRADWIRE_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define GRADWIRE_SHUFFLE(v, ...) __builtin_shuffle(v, NativeI{__VA_ARGS__})
+#endif
+
 // Lane i gets that of i ^ kDistance.
 template <int kDistance>
 static inline F exchange(F a) {
@@ -300,8 +306,8 @@ static inline F exchange(F a) {
       if constexpr (kDistance == 4)
         r.part[p_] = (NativeF)_mm256_permute2f128_ps((__m256)a.part[p_], (__m256)a.part[p_], 1);
 #else
-      if constexpr (kDistance == 1) r.part[p_] = __builtin_shufflevector(a.part[p_], a.part[p_], 1, 0, 3, 2);
-      if constexpr (kDistance == 2) r.part[p_] = __builtin_shufflevector(a.part[p_], a.part[p_], 2, 3, 0, 1);
+      if constexpr (kDistance == 1) r.part[p_] = GRADWIRE_SHUFFLE(a.part[p_], 1, 0, 3, 2);
+      if constexpr (kDistance == 2) r.part[p_] = GRADWIRE_SHUFFLE(a.part[p_], 2, 3, 0, 1);
 #endif
     }
   }

@@ -25,6 +25,7 @@ SHAPES = {
     "2-D": (24, 40),
     "4-D": (4, 3, 5, 7),
     "non-contiguous": (40, 33),
+    "strided": (300,),
     "big block + 1": (4097,),
 }
 KEY = gradwire.Key(seed=7, step=3, bucket=1)
@@ -95,10 +96,12 @@ NON_FINITE = {"NaN": math.nan, "Inf": math.inf, "-Inf": -math.inf}
 
 
 def tensor(content, shape, dtype):
-    """A tensor of that content; the shape named non-contiguous is a transposed view."""
+    """A tensor of that content; the shape named non-contiguous is a transposed view, strided one of every second."""
     values = CONTENTS[content](math.prod(SHAPES[shape])).to(torch.float32)
     limit = torch.finfo(dtype).max
     x = values.clamp(-limit, limit).to(dtype).reshape(SHAPES[shape])
+    if shape == "strided":
+        return torch.stack([x, x], dim=1)[:, 0]
     return x.t() if shape == "non-contiguous" else x
 
 

@@ -1,8 +1,11 @@
 """The native core against the reference, on every instruction set of this machine."""
 
 import pytest
+import torch
 
-from gradwire import kernels
+from gradwire import Key, kernels
+from gradwire.kernels import native, ops
+from gradwire.kernels.formats import Float8, Half, Sign
 
 from . import fuzz
 
@@ -31,3 +34,52 @@ def test_the_best_instruction_set_is_in_use():
 
 def test_every_op_is_native():
     assert set(kernels.available("cpu").values()) == {"native"}
+
+
+def test_bytes_do_not_depend_on_how_the_caller_treats_denormals(instruction_set):
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1e-39
+    forms = Sign(128, torch.float32), Half(1024, "fp16"), Float8(128, "e5m2", torch.float32)
+    wanted = [native.encode_blocks(x, form, Key(), x, 0.9) for form in forms]
+    try:
+        torch.set_flush_denormal(True)
+        got = [native.encode_blocks(x, form, Key(), x, 0.9) for form in forms]
+    finally:
+        torch.set_flush_denormal(False)
+    fuzz.same(wanted, got, "flushed")
+    assert bool((wanted[0][3] != 0).any())
+
+
+@pytest.mark.parametrize("values", ["zeros", "few", "constant", "two levels"])
+def test_top_k_of_tensors_full_of_ties(values, instruction_set):
+    n = 300_000
+    x = torch.zeros(n)
+    g = torch.Generator().manual_seed(0)
+    if values == "few":
+        x[torch.randperm(n, generator=g)[:1500]] = 1.0 + torch.rand(1500, generator=g)
+    elif values == "constant":
+        x = torch.randn(n, generator=g).sign()
+    elif values == "two levels":
+        x[torch.randperm(n, generator=g)[:40_000]] = 1.0
+        x[torch.randperm(n, generator=g)[:100]] = -2.0
+    for count in (1, 3000, 20_000, 60_000):
+        with kernels.use("reference"):
+            expected = ops.select_top(x, count)
+        assert torch.equal(ops.select_top(x, count), expected)
+
+
+def test_memory_of_dead_tensors_is_used_again_and_bounded():
+    _native.release_memory()
+    assert _native.kept_memory() == 0
+    size = 8 << 20
+    address = _native.take_memory(size).data_ptr()
+    assert _native.kept_memory() == size
+    again = _native.take_memory(size)
+    assert again.data_ptr() == address
+    tensors = [_native.take_memory(16 << 20) for _ in range(12)]
+    del tensors  # 192 MB given back while 8 are in use
+    assert _native.kept_memory() <= (64 + 8) << 20
+    again.fill_(7)
+    assert int(again.sum(dtype=torch.int64)) == 7 * size
+    del again
+    _native.release_memory()
+    assert _native.kept_memory() == 0

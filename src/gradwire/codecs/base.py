@@ -418,7 +418,7 @@ def fields_of(cls: type[Codec]) -> dict[str, tuple[dataclasses.Field[Any], Any]]
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).to(torch.float32)
+    return x.detach().reshape(-1).to(torch.float32).resolve_neg().contiguous()
 
 
 def _is_plain(x: Tensor) -> bool:

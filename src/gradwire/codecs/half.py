@@ -38,7 +38,7 @@ class _Half(Blocks):
 
     @property
     def _format(self) -> formats.Format:
-        return formats.Half(1 << 16, self._form)
+        return formats.Half(1024, self._form)
 
 
 @register

@@ -80,12 +80,26 @@ class Scattered(Carrier):
         return e
 
     def _sum_into(self, payloads: Sequence[Payload], out: Tensor, *, add: bool) -> None:
+        received = [self._checked_values(self._checked_parts(payload), payload.spec) for payload in payloads]
+        self._scatter_into(payloads, received, out, add=add)
+
+    def _scatter_into(
+        self,
+        payloads: Sequence[Payload],
+        received: Sequence[tuple[Tensor, tuple[Tensor, ...]]],
+        out: Tensor,
+        *,
+        add: bool,
+    ) -> None:
+        """Put or add the values and structures received with payloads; before the first, all places are checked."""
+        placed = []
+        for payload, (values, structure) in zip(payloads, received, strict=True):
+            places = self._positions(values, structure, payload.spec, payload.key)
+            placed.append((places, self._scaled(values.to(torch.float32), payload.spec)))
         if not add:
             out.zero_()
-        for payload in payloads:
-            values, structure = self._checked_values(self._checked_parts(payload), payload.spec)
-            indices = self._positions(values, structure, payload.spec, payload.key)
-            ops.scatter(out, indices, self._scaled(values.to(torch.float32), payload.spec), add=add)
+        for places, values in placed:
+            ops.scatter(out, places, values, add=add)
             add = True
 
 

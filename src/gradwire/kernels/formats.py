@@ -141,7 +141,10 @@ class Natural(Format):
 
 @dataclass(frozen=True)
 class Half(Format):
-    """Sixteen bits: nearest, saturating at the largest finite value; ``truncate16``: toward zero. No scales."""
+    """Sixteen bits: nearest, saturating at the largest finite value; ``truncate16``: toward zero. No scales.
+
+    The result does not depend on the block: it is what a kernel may take at a time.
+    """
 
     form: Literal["fp16", "bf16", "truncate16"]
 

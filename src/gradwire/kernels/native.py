@@ -25,19 +25,17 @@ _CPU: Final = torch.device("cpu")
 _KINDS: Final = {Integer: 0, Float8: 1, Sign: 2, Levels: 3, Ternary: 4, Natural: 5, Half: 6}
 _SCALE_TYPES: Final = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.uint8: 3}
 _SCALINGS: Final = {"absmax": 0, "mse": 1, "stochastic": 2}
-_HALF_BLOCK: Final = 1024  # elements a turn: a half has no blocks of its own
 
 
 def _address(x: Tensor | None, dtype: torch.dtype = torch.float32, count: int | None = None) -> int:
     if x is None:
         return 0
-    if (
-        x.dtype != dtype
-        or not x.is_contiguous()
-        or x.device.type != "cpu"
-        or (count is not None and x.numel() != count)
-    ):
-        raise ValueError(f"a kernel got {x.numel()} of {x.dtype} on {x.device} where it takes {count} of {dtype}.")
+    fits = x.dtype == dtype and x.is_contiguous() and x.device.type == "cpu"
+    if not fits or (count is not None and x.numel() != count):
+        raise ValueError(
+            f"a kernel takes {'' if count is None else count} contiguous values of {dtype} on the CPU; "
+            f"got {x.numel()} of {x.dtype} on {x.device} with strides {x.stride()}."
+        )
     return x.data_ptr()
 
 
@@ -80,7 +78,7 @@ def _format(form: Format) -> Any:
         scaling=_SCALINGS[scaling],
         bits=form.bits,
         mantissa=mantissa,
-        block=_HALF_BLOCK if isinstance(form, Half) else form.block,
+        block=form.block,
         limit=limit,
         reciprocal=law.reciprocal(limit) if limit else 0.0,
         largest_scale=largest_scale,
@@ -92,7 +90,7 @@ def _format(form: Format) -> Any:
 
 
 def count_nonfinite(x: Tensor) -> Tensor:
-    flat = x.contiguous()
+    flat = x.to(torch.float32).contiguous()
     return _nonfinite(_native.accumulate(_address(flat), 0, 1.0, 0, flat.numel(), torch.get_num_threads()))
 
 
@@ -152,13 +150,20 @@ def random_bits(key: Key, stream: int, count: int, *, device: torch.device) -> T
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    _check_width(bits)
     flat = codes.to(torch.int64).contiguous()
     out = empty(-(-flat.numel() * bits // 8), torch.uint8, _CPU)
     _native.pack_bits(flat.data_ptr(), bits, flat.numel(), out.data_ptr())
     return out
 
 
+def _check_width(bits: int) -> None:
+    if not 0 <= bits <= 32:
+        raise ValueError(f"codes have 0 to 32 bits; got {bits}.")
+
+
 def unpack_bits(data: Tensor, bits: int, count: int) -> Tensor:
+    _check_width(bits)
     data = data.contiguous()
     out = empty(count, torch.int64, _CPU)
     _native.unpack_bits(_address(data, torch.uint8), data.numel(), bits, count, out.data_ptr())
@@ -207,6 +212,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def pack_indices(indices: Tensor, total: int, width: int) -> Tensor:
+    _check_width(width)
     n = indices.numel()
     out = empty(-(-(n + ((total - n) >> width)) // 8) + -(-n * width // 8), torch.uint8, _CPU)
     _native.pack_indices(_address(indices, torch.int64), n, total, width, out.data_ptr())
@@ -214,6 +220,7 @@ def pack_indices(indices: Tensor, total: int, width: int) -> Tensor:
 
 
 def unpack_indices(data: Tensor, total: int, count: int, width: int) -> Tensor:
+    _check_width(width)
     data = data.contiguous()
     nbytes = -(-(count + ((total - count) >> width)) // 8) + -(-count * width // 8)
     out = empty(count, torch.int64, _CPU)
@@ -250,7 +257,8 @@ def _rotate(x: Tensor, key: Key, block: int, count: int, out: Tensor, *, inverse
 
 def thin_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Tensor]:
     rows = [m.shape[0] for m in matrices]
-    outs = [empty(n * q.shape[1], torch.float32, _CPU).view(n, -1) for n, q in zip(rows, thin, strict=True)]
+    ranks = [q.shape[1] for q in thin]
+    outs = [empty(n * r, torch.float32, _CPU).view(n, r) for n, r in zip(rows, ranks, strict=True)]
     _products(_native.thin_products, matrices, [None] * len(rows), thin, outs)
     return outs
 

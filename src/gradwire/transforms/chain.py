@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.base import Carrier, Codec, Laws, Part
+from gradwire.codecs.sparse import Scattered
 from gradwire.codecs.registry import codec, register
 from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
 from gradwire.transforms.base import SenderTransform
-from gradwire.wire import Key, TensorSpec
+from gradwire.wire import Key, Payload, TensorSpec
 
 
 @register
@@ -118,6 +120,18 @@ class Chain(Codec):
         return structure + inner, nonfinite, rest
 
     def _decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> Tensor:
+        values, structure = self._received(parts, spec, key)
+        return self._carrier._join(values, structure, spec, key)
+
+    def _sum_into(self, payloads: Sequence[Payload], out: Tensor, *, add: bool) -> None:
+        if not isinstance(self.carrier, Scattered):
+            super()._sum_into(payloads, out, add=add)
+            return
+        received = [self._received(self._checked_parts(each), each.spec, each.key) for each in payloads]
+        self.carrier._scatter_into(payloads, received, out, add=add)
+
+    def _received(self, parts: tuple[Tensor, ...], spec: TensorSpec, key: Key) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The decoded values, and the structure."""
         split = len(self._carrier._structure(spec))
         structure, inner = parts[:split], parts[split:]
         values_spec = TensorSpec((self._carrier._actual_count(structure, spec),))
@@ -127,4 +141,4 @@ class Chain(Codec):
                 f"{self.values} of {values_spec.numel} values has parts of {sizes} items; "
                 f"got {[part.numel() for part in inner]}."
             )
-        return self._carrier._join(self.values._decode(inner, values_spec, key), structure, spec, key)
+        return self.values._decode(inner, values_spec, key), structure

@@ -88,7 +88,7 @@ def is_finite(e):
 
 @triton.jit
 def report(nonfinite, bad):
-    """Add to the count of elements that are not finite; there are hardly ever any, so no atomics."""
+    """Add to the count of elements that are not finite; there are hardly ever any, and then no atomics."""
     if bad > 0:
         tl.atomic_add(nonfinite, bad.to(tl.int64), sem="relaxed")
 
