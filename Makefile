@@ -27,11 +27,11 @@ lint: $(READY)  ## style, types, and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## sizes and speed of every codec
-	$(BIN)/gradwire bench codecs --bytes $(ARGS)
+bench: $(READY)  ## sizes of every codec, and speed beside the peers: minutes; ARGS="--quick" for seconds
+	$(BIN)/gradwire bench codecs --bytes
 	$(BIN)/gradwire bench codecs $(ARGS)
 
-sanitize: $(READY)  ## ten minutes of random cases against the reference, under AddressSanitizer and UBSan
+sanitize: $(READY)  ## MINUTES=10 of random cases against the reference, under AddressSanitizer and UBSan
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cmake nanobind
 	$(BIN)/cmake -S . -B build/sanitize -DCMAKE_BUILD_TYPE=Debug -DGRADWIRE_SANITIZE=ON \
 		-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)

@@ -433,11 +433,11 @@ static std::int64_t encode_range(const Encode& a, std::int64_t begin, std::int64
 
 template <Kind kKind>
 static inline F value_of(const Format& f, const SmallFloat& small, U code, F scale, std::int32_t top) {
-  if constexpr (kKind == Kind::integer) return to_float(as_int(code) - all(std::int32_t(f.limit))) * scale;
+  if constexpr (kKind == Kind::integer) return to_float(code - all(std::uint32_t(f.limit))) * scale;
   if constexpr (kKind == Kind::float8) return small.widen(code) * scale;
   if constexpr (kKind == Kind::levels)
-    return to_float(as_int(code) - all(std::int32_t(f.limit))) * all(f.reciprocal) * scale;
-  if constexpr (kKind == Kind::ternary) return to_float(as_int(code) - all(std::int32_t{1})) * scale;
+    return to_float(code - all(std::uint32_t(f.limit))) * all(f.reciprocal) * scale;
+  if constexpr (kKind == Kind::ternary) return to_float(code - all(1u)) * scale;
   if constexpr (kKind == Kind::natural) return natural_value(code, top);
 #if defined(__F16C__)
   if constexpr (kKind == Kind::half) return f.mantissa == 10 ? from_half(code) : floats(code << 16);

@@ -141,7 +141,7 @@ static inline F to_float(I a) {
   GRADWIRE_EACH r.part[p_] = __builtin_convertvector(a.part[p_], NativeF);
   return r;
 }
-// The lanes hold less than 2**31.
+// Two's complement.
 static inline F to_float(U a) { return to_float(as_int(a)); }
 // The lanes hold integers.
 static inline U to_uint(F a) {

@@ -161,6 +161,12 @@ class Result:
         return min(self.peers, key=lambda name: self.peers[name].median_s, default=None)
 
     @property
+    def swings(self) -> bool:
+        """Whether the middle half of our rounds, or of the best peer's, spreads over a quarter of the median."""
+        timings = [self.ours] + ([self.peers[self.best_peer]] if self.best_peer else [])
+        return any(t.upper_quartile_s - t.lower_quartile_s > t.median_s / 4 for t in timings)
+
+    @property
     def speedup(self) -> float | None:
         """Time of the fastest peer over ours."""
         return self.peers[self.best_peer].median_s / self.ours.median_s if self.best_peer else None
@@ -362,7 +368,10 @@ class _Tensors:
 def _chosen(settings: Settings, tensors: _Tensors) -> list[Operation]:
     operations = list(_operations(settings, tensors))
     if not operations:
-        raise ConfigError("no operation is left: `--op` and `--codec` exclude each other; try one of them.")
+        raise ConfigError(
+            "no operation is left: none of `--op` has one of `--codec`. "
+            "feedback takes ef(...); select, low_rank and rotate take no codec."
+        )
     return operations
 
 

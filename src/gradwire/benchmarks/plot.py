@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,11 +32,11 @@ _LABEL: Final = 6.5  # points
 
 def check(file: Path) -> None:
     """Raise now what drawing would raise after the measurement."""
-    require("matplotlib.figure", purpose="`--plot`")
-    if file.suffix not in (".png", ".svg", ".pdf"):
+    require("matplotlib", purpose="`--plot`")
+    if file.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"`--plot` must be a .png, .svg or .pdf file; got {str(file)!r}.")
-    if not file.parent.is_dir():
-        raise ConfigError(f"`--plot` must lie in a directory that exists; got {str(file)!r}.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK) or not file.parent.is_dir():
+        raise ConfigError(f"`--plot` must be a file that can be written, in an existing folder; got {str(file)!r}.")
 
 
 def draw(report: Report, file: Path) -> None:
@@ -60,7 +61,10 @@ def draw(report: Report, file: Path) -> None:
             _panel(axes, group, span, last=group is column[-1])
             y -= share
     _heading(figure, report, results)
-    figure.savefig(file)
+    try:
+        figure.savefig(file)
+    except OSError as error:
+        raise ConfigError(f"`--plot` cannot be written: {error}") from error
 
 
 def _balanced(groups: list[list[Result]]) -> list[list[list[Result]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,12 @@ def codecs(
         bool, typer.Option("--quick", help="Seconds instead of minutes: small, 3 rounds, nothing compiled.")
     ] = False,
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Also draw the times into this file (.png).", show_default=False)
+        Path | None,
+        typer.Option(
+            "--plot",
+            help="Also draw the times, at the first number of threads, into this file (.png, .svg, .pdf).",
+            show_default=False,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -77,6 +83,10 @@ def codecs(
     torchao and bitsandbytes where they are installed.
     """
     if sizes:
+        speed_only = {"--op": groups, "--threads": threads, "--rounds": rounds, "--plot": picture, "--quick": quick}
+        speed_only |= {"--no-compile": no_compile, "--device": device != "cpu"}
+        if given := [name for name, value in speed_only.items() if value]:
+            raise ConfigError(f"`{given[0]}` is about speed; `--bytes` takes --elements, --codec and --json.")
         if elements is None:
             elements = 1_000_000
         if not 1 <= elements <= _MOST_ELEMENTS:
@@ -95,17 +105,20 @@ def codecs(
     )
     if picture is not None:
         plot.check(picture)  # before minutes of measuring
+    busy = os.getloadavg()[0]
+    if busy > (os.cpu_count() or 1) - max(settings.threads) + 0.5:
+        errors.print(f"the machine is busy (load {busy:.1f} on {os.cpu_count()} CPUs): expect figures that swing")
     with _progress() as notify:
         report = benchmarks.run(settings, notify)
-    if picture is not None:
-        plot.draw(report, picture)
     if as_json:
         print_json(report.to_json())
-        return
-    for count in settings.threads:
-        _speed(report, count)
-    if len(settings.threads) > 1:
-        _scaling(report)
+    else:
+        for count in settings.threads:
+            _speed(report, count)
+        if len(settings.threads) > 1:
+            _scaling(report)
+    if picture is not None:
+        plot.draw(report, picture)
 
 
 def _square(elements: int) -> TensorSpec:
@@ -225,7 +238,7 @@ def _row(result: Result, settings: Settings) -> tuple[str, ...]:
 
     share = (f"{result.bandwidth_share:.0%}",) if settings.device == "cuda" else ()
     in_torch = (times("eager"), times("compiled")) if settings.compile else (times("eager"),)
-    faster = "" if result.speedup is None else f"{result.speedup:.2f}x"
+    faster = "" if result.speedup is None else f"{result.speedup:.2f}x" + ("~" if result.swings else "")
     return (f"  {result.name}", f"{result.gb_s:.2f}", times(), *share, *in_torch, result.best_peer or "", faster)
 
 
@@ -241,7 +254,11 @@ def _caption(report: Report, results: list[Result]) -> str:
         parts.append("*: over that of reading it.")
     if settings.device == "cuda":
         parts.append("bandwidth: bytes that must move over our time, as a share of the copy's.")
-    parts.append("faster: time of the best peer over ours.")
+    parts.append("faster: time of the best peer over ours; empty: no peer.")
+    if any(result.swings for result in results):
+        parts.append("~: the middle half of the rounds spreads over a quarter of the median or more.")
+    if 4 * settings.numel < 32e6 and settings.device == "cpu":
+        parts.append("So small a tensor stays in the cache: these are no figures for gradients.")
     parts.append(f"Median of {settings.rounds} interleaved rounds; kernels: {', '.join(report.machine['kernels'])};")
     others = ", ".join(f"{name} {version}" for name, version in versions.items())
     parts.append(f"torch {report.machine['torch']}; {others or 'torchao and bitsandbytes are not installed'}.")

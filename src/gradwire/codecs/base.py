@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -267,9 +267,12 @@ class Codec(ABC):
 
         Several at once cost one pass over ``acc``.
         """
-        payloads = [payload] if isinstance(payload, Payload) else list(payload)
+        several = isinstance(payload, list | tuple)
+        payloads = cast(Sequence[Payload], payload if several else [payload])
         for each in payloads:
             _check_target("acc", acc, self._checked(each).spec)
+        if not payloads:
+            return
         if _is_plain(acc):
             self._sum_into(payloads, acc.view(-1), add=True)
             return
@@ -432,6 +435,10 @@ def _shares_memory(x: Tensor, others: Iterable[Tensor]) -> bool:
 
 
 def _check_target(name: str, target: Tensor, spec: TensorSpec) -> None:
+    if not isinstance(target, Tensor):
+        raise ConfigError(f"`{name}` must be a tensor; got {type(target).__name__}.")
+    if target.requires_grad or target.device.type == "meta":
+        raise ConfigError(f"`{name}` must be a tensor with values that requires no gradient: pass `{name}.detach()`.")
     if tuple(target.shape) != spec.shape or not target.is_floating_point():
         raise ConfigError(
             f"`{name}` must be a floating point tensor of shape {spec.shape}; "

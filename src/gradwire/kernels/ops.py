@@ -1,6 +1,7 @@
 """The ops: names, signatures, and the numeric law.
 
-Every backend computes every op here to the same bytes as ``reference``. What makes that possible:
+Every backend computes every op here to the same bytes as ``reference``, but for the products of low rank, which state
+a tolerance. What makes that possible:
 
 1. Correctly rounded operations only: ``+ - * /``, ``sqrt`` and conversions, in float32. Division by a constant is
    multiplication by the float32 nearest its reciprocal.

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, Final, ParamSpec, TypeVar
@@ -58,9 +58,8 @@ def available(device: str = "cpu") -> dict[str, str]:
     return {name: implementation(name, device)[0] for name in _OPS}
 
 
-@contextmanager
-def use(backend: str) -> Iterator[None]:
-    """Run every op the backend has for a tensor's device on it, and the others on the reference.
+def use(backend: str) -> AbstractContextManager[None]:
+    """In a ``with`` statement: run every op the backend has for a tensor's device on it, the others on the reference.
 
     >>> with use("reference"):
     ...     set(available().values())
@@ -68,6 +67,11 @@ def use(backend: str) -> Iterator[None]:
     """
     if backend not in backends():
         raise ConfigError(f"`backend` must be one of {', '.join(backends())}; got {backend!r}.")
+    return _using(backend)
+
+
+@contextmanager
+def _using(backend: str) -> Iterator[None]:
     token = _forced.set(backend)
     try:
         yield

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.base import Carrier, Codec, Laws, Part
-from gradwire.codecs.sparse import Scattered
 from gradwire.codecs.registry import codec, register
+from gradwire.codecs.sparse import Scattered
 from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
 from gradwire.transforms.base import SenderTransform
