@@ -113,7 +113,7 @@ def same_bits(a, b):
 
 
 def flat(x):
-    return x.detach().reshape(-1).to(torch.float32)
+    return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def decoded(codec, x, key=KEY):

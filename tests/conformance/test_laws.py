@@ -1,4 +1,7 @@
-"""The laws every codec obeys, on every backend. A new codec file is covered by being there."""
+"""The laws every codec obeys, on every backend. A new codec file is covered by being there.
+
+Backends agree to the byte (tests/kernels), so what takes many draws or large tensors runs on the fastest one.
+"""
 
 import json
 
@@ -52,6 +55,8 @@ def assert_within_bound(codec, x, y, key, about):
 @every_dtype
 @every_shape
 def test_a_tensor_survives_within_the_stated_bound_and_size(codec, dtype, shape, backend):
+    if backend == "reference" and dtype != torch.float32:
+        return  # the conversion comes before the kernels
     for content in CONTENTS:
         x = tensor(content, shape, dtype)
         before, spec = x.clone(), TensorSpec.of(x)
@@ -176,7 +181,7 @@ def squared_error(codec, x, keys):
 
 @plain_codec
 @pytest.mark.parametrize("content", ["normal", "heavy tails", "one spike", "all equal", "almost equal", "ties", "tiny"])
-def test_contraction_and_variance_hold_as_declared(codec, content, backend):
+def test_contraction_and_variance_hold_as_declared(codec, content, fastest_backend):
     n = 8192
     x = CONTENTS[content](n).view(64, 128)
     law = codec.laws(TensorSpec.of(x))
@@ -203,7 +208,7 @@ def bias_score(codec, x, keys=400):
 
 @pytest.mark.parametrize("codec", UNBIASED, ids=ids)
 @pytest.mark.parametrize("content", [normal, heavy], ids=["normal", "heavy"])
-def test_unbiased_means_unbiased(codec, content, backend):
+def test_unbiased_means_unbiased(codec, content, fastest_backend):
     assert bias_score(codec, content(512)) < 4.5
 
 
@@ -258,7 +263,7 @@ def test_a_contractive_variant_has_a_contraction(codec):
 
 
 @plain_codec
-def test_error_feedback_stays_bounded_for_a_contraction(codec, backend):
+def test_error_feedback_stays_bounded_for_a_contraction(codec, fastest_backend):
     ef = feedback(codec)
     law = ef.inner.laws(TensorSpec((2000,)))
     if not law.contraction or law.contraction < 0.02:
@@ -290,7 +295,7 @@ QUANTIZERS += [gradwire.codec("rotate(sign)"), gradwire.codec("rotate(int2)")]
 
 
 @pytest.mark.parametrize("carrier", CARRIERS, ids=ids)
-def test_every_carrier_chains_with_every_quantizer(carrier: Codec, backend):
+def test_every_carrier_chains_with_every_quantizer(carrier: Codec, fastest_backend):
     for quantizer in QUANTIZERS:
         chain = gradwire.codec(f"{carrier}+{quantizer}")
         assert chain == Chain(carrier, quantizer)
