@@ -10,7 +10,7 @@ namespace gradwire::GRADWIRE_ISA {
 
 constexpr int kRowTile = kWidth == 16 ? 6 : 2;
 constexpr int kRankTile = kWidth == 4 ? 2 : 4;
-constexpr std::int64_t kColumnTile = 1024;
+constexpr std::int64_t kColumnTile = 2048;
 
 template <int kRows, int kRanks>
 static inline void thin_tile(const Matrix& a, std::int64_t row, int rank, std::int64_t first, std::int64_t stop) {
@@ -96,7 +96,7 @@ static inline void transposed_rows(const Matrix& a, std::int64_t row, std::int64
 
 static void thin_transposed_range(const Matrix& a, std::int64_t begin, std::int64_t end) {
   // The columns of a tile, times the rank, stay in the first-level cache while all rows pass.
-  const std::int64_t tile = a.rank <= 4 ? 1024 : a.rank <= 16 ? 512 : 256;
+  const std::int64_t tile = a.rank <= 4 ? 2048 : a.rank <= 16 ? 512 : 256;
   for (std::int64_t first = begin; first < end; first += tile) {
     const std::int64_t stop = least(end, first + tile);
     for (int r = 0; r < a.rank; ++r) std::memset(a.out + r * a.columns + first, 0, std::size_t(stop - first) * 4);

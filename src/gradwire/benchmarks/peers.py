@@ -301,6 +301,18 @@ def _write_signs(data: Tensor, table: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+class PlainInt4(Int4):
+    """The same with neighbours in a byte, as bytes."""
+
+    def _pack(self, values: Tensor) -> Tensor:
+        codes = (values + self.limit).to(torch.uint8).view(-1, 2)
+        return codes[:, 0] | codes[:, 1] << 4
+
+    def _unpack(self, codes: Tensor, out: Tensor) -> Tensor:
+        values = torch.stack([codes & 15, codes >> 4], dim=1)
+        return out.copy_(values.view(-1).to(torch.float32) - self.limit)
+
+
 class FusedInt4(Int4):
     """The same, in the form that compiles to the fastest code."""
 
@@ -432,6 +444,8 @@ def in_torch(which: Codec, work: Tensor | None = None, *, fused: bool = False) -
     """
     blocks: dict[str, type[_Blocks]] = {"int8": Int8, "int3": Int3, "qsgd": QSGD, "fp8:e4m3": Float8}
     blocks |= {"int4": FusedInt4, "sign": FusedSign} if fused else {"int4": Int4, "sign": Sign}
+    if work is None and not fused:
+        blocks["int4"] = PlainInt4
     for name, peer in blocks.items():
         if which == codec(name):
             return peer(work)
