@@ -161,25 +161,24 @@ GRADWIRE_SELECT(if_equal, ==)
 #undef GRADWIRE_SELECT
 
 // Of numbers, no NaN among them. -0 and 0 are equal: which of the two comes out is not defined.
+#if defined(__AVX2__)
 #if defined(__AVX512F__)
+#define GRADWIRE_MM(name) _mm512_##name
+using RegisterF = __m512;
+using RegisterI = __m512i;
+#else
+#define GRADWIRE_MM(name) _mm256_##name
+using RegisterF = __m256;
+using RegisterI = __m256i;
+#endif
 #define GRADWIRE_NATIVE(name, Type, Native, Register, instruction)                                              \
   static inline Type name(Type a, Type b) {                                                                     \
-    GRADWIRE_EACH a.part[p_] = (Native)_mm512_##instruction((Register)a.part[p_], (Register)b.part[p_]);        \
+    GRADWIRE_EACH a.part[p_] = (Native)GRADWIRE_MM(instruction)((Register)a.part[p_], (Register)b.part[p_]);    \
     return a;                                                                                                   \
   }
-GRADWIRE_NATIVE(smaller, F, NativeF, __m512, min_ps)
-GRADWIRE_NATIVE(larger, F, NativeF, __m512, max_ps)
-GRADWIRE_NATIVE(larger, I, NativeI, __m512i, max_epi32)
-#undef GRADWIRE_NATIVE
-#elif defined(__AVX2__)
-#define GRADWIRE_NATIVE(name, Type, Native, Register, instruction)                                              \
-  static inline Type name(Type a, Type b) {                                                                     \
-    GRADWIRE_EACH a.part[p_] = (Native)_mm256_##instruction((Register)a.part[p_], (Register)b.part[p_]);        \
-    return a;                                                                                                   \
-  }
-GRADWIRE_NATIVE(smaller, F, NativeF, __m256, min_ps)
-GRADWIRE_NATIVE(larger, F, NativeF, __m256, max_ps)
-GRADWIRE_NATIVE(larger, I, NativeI, __m256i, max_epi32)
+GRADWIRE_NATIVE(smaller, F, NativeF, RegisterF, min_ps)
+GRADWIRE_NATIVE(larger, F, NativeF, RegisterF, max_ps)
+GRADWIRE_NATIVE(larger, I, NativeI, RegisterI, max_epi32)
 #undef GRADWIRE_NATIVE
 #else
 static inline F smaller(F a, F b) { return if_less(a, b, a, b); }
