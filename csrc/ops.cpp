@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 
@@ -80,31 +81,31 @@ struct OwnedFound : Found {
   }
 };
 
-// Every magnitude of at least `bound`, share by share in the order of the tensor.
+// Every magnitude of at least `bound`, stretch by stretch in the order of the tensor.
 struct Candidates {
-  std::vector<OwnedFound> shares;
-  std::vector<std::int64_t> starts;
+  static constexpr std::int64_t kStretch = 1 << 20;  // elements
+  std::vector<OwnedFound> stretches;
   std::int64_t size = 0;
 
   Candidates(const float* x, std::int64_t count, std::uint32_t bound, std::int64_t expected, int threads)
-      : shares(std::size_t(std::max(threads, 1)) + std::size_t(count >> 31)), starts(shares.size()) {
-    // A position has 32 bits: beyond 2**31 elements there are more shares than threads.
-    const int split = std::max<int>(threads, int(count >> 31) + 1);
-    parallel(count, split, kShare, 16, [&](int share, std::int64_t begin, std::int64_t end) {
-      auto& found = shares[std::size_t(share)];
-      starts[std::size_t(share)] = begin;
-      const double part = double(end - begin) / double(count);
-      if (!grow(found, std::int64_t(double(expected) * part * 1.1) + 8192) ||
-          !kernels().find(x, begin, end, bound, found))
-        throw std::bad_alloc();
+      : stretches(std::size_t((count + kStretch - 1) / kStretch)) {
+    const std::int64_t room = std::int64_t(double(expected) / double(count) * double(kStretch) * 1.1) + 1024;
+    parallel(std::int64_t(stretches.size()), threads, 1, 1, [&](std::int64_t first, std::int64_t last) {
+      for (std::int64_t s = first; s < last; ++s) {
+        auto& found = stretches[std::size_t(s)];
+        if (!grow(found, room) ||
+            !kernels().find(x, s * kStretch, std::min(count, (s + 1) * kStretch), bound, found))
+          throw std::bad_alloc();
+      }
     });
-    for (const auto& found : shares) size += found.size;
+    for (const auto& found : stretches) size += found.size;
   }
 
   template <class Each>
   void visit(const Each& each) const {
-    for (std::size_t s = 0; s < shares.size(); ++s)
-      for (std::int64_t i = 0; i < shares[s].size; ++i) each(shares[s].magnitudes[i], starts[s] + shares[s].positions[i]);
+    for (std::size_t s = 0; s < stretches.size(); ++s)
+      for (std::int64_t i = 0; i < stretches[s].size; ++i)
+        each(stretches[s].magnitudes[i], std::int64_t(s) * kStretch + stretches[s].positions[i]);
   }
 };
 
@@ -164,17 +165,17 @@ bool take_ties(const float* x, std::int64_t count, std::uint32_t bound, const Ca
 // A bound that is surely low enough, by counting the upper bits of everything.
 std::uint32_t counted_bound(const float* x, std::int64_t count, std::int64_t wanted, int threads) {
   constexpr std::size_t kBins = 1 << 15;
-  std::vector<std::vector<std::int64_t>> counts(std::size_t(std::max(threads, 1)));
-  parallel(count, threads, kShare, 16, [&](int share, std::int64_t begin, std::int64_t end) {
-    counts[std::size_t(share)].assign(kBins, 0);
-    kernels().histogram(x, begin, end, counts[std::size_t(share)].data());
+  std::vector<std::int64_t> total(kBins);
+  std::mutex guard;
+  parallel(count, threads, 8 * kShare, 16, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<std::int64_t> counts(kBins);
+    kernels().histogram(x, begin, end, counts.data());
+    const std::lock_guard<std::mutex> lock(guard);
+    std::transform(counts.begin(), counts.end(), total.begin(), total.begin(), std::plus<>());
   });
   std::int64_t reached = 0;
-  for (std::size_t bin = kBins; bin-- > 0;) {
-    for (const auto& share : counts)
-      if (!share.empty()) reached += share[bin];
-    if (reached >= wanted) return std::uint32_t(bin << 16);
-  }
+  for (std::size_t bin = kBins; bin-- > 0;)
+    if ((reached += total[bin]) >= wanted) return std::uint32_t(bin << 16);
   return 0;
 }
 
@@ -215,7 +216,7 @@ std::int64_t encode_blocks(Encode& a, int threads) {
   std::atomic<std::int64_t> bad{0};
   // Shares start at whole bytes and cache lines of codes.
   parallel((a.count + unit - 1) / unit, threads, std::max<std::int64_t>(1, kShare / unit),
-           std::max<std::int64_t>(1, 512 / a.format.block), [&](int, std::int64_t begin, std::int64_t end) {
+           std::max<std::int64_t>(1, 512 / a.format.block), [&](std::int64_t begin, std::int64_t end) {
              const Scratch scratch(4 * a.format.block + 64);
              bad += kernels().encode(a, begin, end, scratch.memory);
            });
@@ -225,7 +226,7 @@ std::int64_t encode_blocks(Encode& a, int threads) {
 void decode_blocks(Decode& a, int threads) {
   a.streamed = a.count >= kBeyondCaches && is_aligned(a.out);
   parallel((a.count + a.format.block - 1) / a.format.block, threads, std::max<std::int64_t>(1, kShare / a.format.block),
-           std::max<std::int64_t>(1, 512 / a.format.block), [&](int, std::int64_t begin, std::int64_t end) {
+           std::max<std::int64_t>(1, 512 / a.format.block), [&](std::int64_t begin, std::int64_t end) {
              const Scratch scratch(a.format.block + 64);
              kernels().decode(a, begin, end, scratch.memory);
            });
@@ -234,7 +235,7 @@ void decode_blocks(Decode& a, int threads) {
 std::int64_t accumulate(const float* x, const float* residual, float decay, float* e, std::int64_t count, int threads) {
   const bool streamed = e && count >= kBeyondCaches && is_aligned(e);
   std::atomic<std::int64_t> bad{0};
-  parallel(count, threads, kShare, 64, [&](int, std::int64_t begin, std::int64_t end) {
+  parallel(count, threads, kShare, 64, [&](std::int64_t begin, std::int64_t end) {
     bad += kernels().accumulate(x, residual, decay, e, streamed, begin, end);
   });
   return bad;
@@ -244,7 +245,7 @@ void clean(const float* x, float* e, std::int64_t count) { kernels().clean(x, e,
 
 void random_bits(const RandomKey& key, std::int64_t* out, std::int64_t count, int threads) {
   parallel(count, threads, kShare, 64,
-           [&](int, std::int64_t begin, std::int64_t end) { kernels().random(key, out, begin, end); });
+           [&](std::int64_t begin, std::int64_t end) { kernels().random(key, out, begin, end); });
 }
 
 void pack_bits(const std::int64_t* codes, int bits, std::int64_t count, std::uint8_t* out) {
@@ -295,14 +296,14 @@ std::vector<std::int64_t> select_at_least(const float* x, std::int64_t count, fl
 void select_block_top(const float* x, std::int64_t count, std::int64_t each, std::int64_t block, std::int64_t* out,
                       int threads) {
   parallel((count + block - 1) / block, threads, std::max<std::int64_t>(1, kShare / block / 8), 1,
-           [&](int, std::int64_t begin, std::int64_t end) {
+           [&](std::int64_t begin, std::int64_t end) {
              kernels().block_top(x, count, each, block, begin, end, out);
            });
 }
 
 void select_random(const RandomKey& key, std::int64_t total, std::int64_t count, std::int64_t* out, int threads) {
   const std::int64_t each = total / count, longer = total % count;
-  parallel(count, threads, kShare, 64, [&](int, std::int64_t begin, std::int64_t end) {
+  parallel(count, threads, kShare, 64, [&](std::int64_t begin, std::int64_t end) {
     kernels().random(key, out, begin, end);
     for (std::int64_t p = begin; p < end; ++p) {
       const std::int64_t start = p * each + std::min(p, longer), length = each + (p < longer);
@@ -375,7 +376,7 @@ std::int64_t unpack_indices(const std::uint8_t* data, std::int64_t total, std::i
 void rotate(const RandomKey& key, const float* x, std::int64_t count, std::int64_t block, bool inverse, float limit,
             float factor, float* out, int threads) {
   parallel((count + block - 1) / block, threads, std::max<std::int64_t>(1, kShare / block / 4), 1,
-           [&](int, std::int64_t begin, std::int64_t end) {
+           [&](std::int64_t begin, std::int64_t end) {
              const Scratch scratch(block);
              kernels().rotate(key, x, count, block, inverse, limit, factor, out, begin, end, scratch.memory);
            });
@@ -392,8 +393,10 @@ void products(Product what, const std::vector<Matrix>& matrices, int threads) {
     const bool by_column = what == Product::thin_transposed;
     const std::int64_t units = by_column ? m.columns : m.rows, size = m.rows * m.columns / units;
     const bool streamed = m.rows * m.columns >= kBeyondCaches && m.columns % 16 == 0 && is_aligned(m.out);
-    parallel(units, threads, std::max<std::int64_t>(1, kShare / size), 16,
-             [&](int, std::int64_t begin, std::int64_t end) {
+    // Strips of columns are read row by row: narrow ones would read the matrix in scraps.
+    const std::int64_t least = by_column ? std::min<std::int64_t>(1024, m.columns / std::max(threads, 1)) : 1;
+    parallel(units, threads, std::max(least, kShare / size), 16,
+             [&](std::int64_t begin, std::int64_t end) {
                if (what == Product::thin) kernels().thin(m, begin, end);
                if (what == Product::thin_transposed) kernels().thin_transposed(m, begin, end);
                if (what == Product::outer) kernels().outer(m, streamed, begin, end);
@@ -402,7 +405,7 @@ void products(Product what, const std::vector<Matrix>& matrices, int threads) {
   std::int64_t elements = 1;
   for (const Matrix* m : small) elements += m->rows * m->columns;
   const std::int64_t several = std::max<std::int64_t>(1, kShare * std::int64_t(small.size()) / elements);
-  parallel(std::int64_t(small.size()), threads, several, 1, [&](int, std::int64_t begin, std::int64_t end) {
+  parallel(std::int64_t(small.size()), threads, several, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const Matrix& m = *small[std::size_t(i)];
       if (what == Product::thin) kernels().thin(m, 0, m.rows);
