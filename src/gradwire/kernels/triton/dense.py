@@ -56,7 +56,6 @@ _FLAT_TILE: Final = 2048
 _BLOCKS_TILE: Final = 2048  # in encode_blocks without a float sum; one block if it is longer
 _LANES_TILE: Final = 4096  # in encode_blocks with a float sum or random bits; eight blocks if they are longer
 
-_TWO15_BITS = tl.constexpr(0x47000000)
 _TWO23_BITS = tl.constexpr(0x4B000000)  # of 2.0**23; ORed with an integer below 2**23, of 2**23 plus that integer
 
 # What the codes of a format are; the kernels branch on it when they are compiled.
@@ -732,37 +731,59 @@ def _decode_kernel(out, codes, scales, count, code_count, middle, inverse_levels
 
 
 @triton.jit
+def _word_value(word, scale, j: tl.constexpr, BITS: tl.constexpr):
+    """Element j of a word. An integer becomes a float where it stands, by one AND and OR, if that is below bit 23."""
+    if BITS == 1:
+        return float_of(bits_of(scale) ^ ((word << (31 - j)) & -2147483648))
+    else:
+        LIMIT: tl.constexpr = (1 << (BITS - 1)) - 1
+        HALF_WORD: tl.constexpr = 16 // BITS
+        PLACE: tl.constexpr = j % HALF_WORD * BITS
+        if j >= HALF_WORD:
+            word = word >> 16
+        ONE: tl.constexpr = 1 << (23 - PLACE)  # the float whose last bit counts where the code stands
+        code = float_of((word & (((1 << BITS) - 1) << PLACE)) | (_TWO23_BITS - (PLACE << 23)))
+        return (code - (ONE * 1.0 + LIMIT)) * scale
+
+
+@triton.jit
 def _decode_words_kernel(out, codes, scales, count, code_count, middle, inverse_levels, COUNT: tl.constexpr,
                          KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                          COLUMNS: tl.constexpr, HALF: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
-    """Bytes four at a time, as words: each becomes a float where it stands, by one AND and OR."""
-    base = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
-    left = tl.minimum(count - base, ROWS * COLUMNS).to(tl.int32)
-    if left == ROWS * COLUMNS:
-        WORDS: tl.constexpr = COLUMNS // 4
-        row = tl.arange(0, ROWS)
-        offsets = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        # The hint takes away what Triton knows of alignment. It would load four words a thread, and the sixteen
-        # values of a thread would have to be stored by way of shared memory.
-        places = tl.multiple_of(row[:, None] * WORDS + tl.arange(0, WORDS)[None, :], (1, 1))
+    """Signs and integers by words: a thread has all elements of a word, and loads it and its scale once."""
+    TILE: tl.constexpr = ROWS * COLUMNS
+    base = tl.program_id(0).to(tl.int64) * TILE
+    left = tl.minimum(count - base, TILE).to(tl.int32)
+    if left == TILE:
+        EACH: tl.constexpr = 32 // BITS
+        # The hint takes away what Triton knows of alignment: it would load four words a thread.
+        place = tl.multiple_of(tl.arange(0, TILE // EACH), 1)
+        offsets = tl.arange(0, TILE)
+        LEVELS: tl.constexpr = 5 if BITS == 1 else 4 if BITS == 2 else 3 if BITS == 4 else 2
+        sums = ()
         if ADD:
-            even, odd = tl.split(tl.reshape(tl.load(out + base + offsets), (ROWS, WORDS, 2, 2)))
-            sum0, sum2 = tl.split(even)
-            sum1, sum3 = tl.split(odd)
+            sums = (tl.load(out + base + offsets),)
+            for level in tl.static_range(LEVELS):
+                evens, odds = (), ()
+                for j in tl.static_range(1 << level):
+                    even, odd = tl.split(tl.reshape(sums[j], (TILE >> (level + 1), 2)))
+                    evens, odds = evens + (even,), odds + (odd,)
+                sums = evens + odds
         for i in tl.static_range(COUNT):
-            word = tl.load(codes[i].to(tl.pointer_type(tl.int32)) + base // 4 + places)
-            scale = get_scale(scales[i] + base // BLOCK, row, ROWS, HALF, False)[:, None]
-            high = word >> 16
-            value0 = (float_of((word & 0xFF) | _TWO23_BITS) - (8388608.0 + 127.0)) * scale
-            value1 = (float_of((word & 0xFF00) | _TWO15_BITS) - (32768.0 + 127.0)) * scale
-            value2 = (float_of((high & 0xFF) | _TWO23_BITS) - (8388608.0 + 127.0)) * scale
-            value3 = (float_of((high & 0xFF00) | _TWO15_BITS) - (32768.0 + 127.0)) * scale
-            if i == 0 and not ADD:
-                sum0, sum1, sum2, sum3 = value0, value1, value2, value3
-            else:
-                sum0, sum1, sum2, sum3 = sum0 + value0, sum1 + value1, sum2 + value2, sum3 + value3
-        total = tl.join(tl.join(sum0, sum2), tl.join(sum1, sum3))
-        tl.store(out + base + offsets, tl.reshape(total, (ROWS, COLUMNS)))
+            word = tl.load(codes[i].to(tl.pointer_type(tl.int32)) + base // EACH + place)
+            scale = get_scale(scales[i] + base // BLOCK, place // (BLOCK // EACH), 0, HALF, False)
+            new = ()
+            for j in tl.static_range(EACH):
+                value = _word_value(word, scale, j, BITS)
+                new = new + (value if i == 0 and not ADD else sums[j] + value,)
+            sums = new
+        for level in tl.static_range(LEVELS):
+            joined = ()
+            for j in tl.static_range(EACH >> (level + 1)):
+                both = tl.join(sums[j], sums[j + (EACH >> (level + 1))])
+                joined = joined + (tl.reshape(both, (TILE // EACH << (level + 1),)),)
+            sums = joined
+        tl.store(out + base + offsets, sums[0])
     else:
         _decode_tile(out, codes, scales, base, left, left, middle, inverse_levels,
                      COUNT, KIND, BITS, BLOCK, ROWS, COLUMNS, HALF, ADD, True)  # fmt: skip
@@ -772,8 +793,7 @@ _AT_ONCE: Final = 8  # payloads of one pass over the output
 # Four elements a thread: with more, Triton would load 16 codes a thread and move them through shared memory.
 _DECODE_WARPS: Final = 8
 _DECODE_TILE: Final = 4 * 32 * _DECODE_WARPS
-_WORDS_WARPS: Final = 4
-_WORDS_TILE: Final = 2048
+_WORDS: Final = {1: (2048, 2), 2: (1024, 2), 4: (1024, 4), 8: (1024, 4)}  # tile and warps by the bits of a code
 
 
 def decode_blocks(out: Tensor, payloads: Sequence[tuple[Tensor, Tensor]], form: Format, add: bool) -> None:
@@ -785,12 +805,11 @@ def decode_blocks(out: Tensor, payloads: Sequence[tuple[Tensor, Tensor]], form: 
         batch = payloads[first : first + _AT_ONCE]
         codes = tuple(_raw(each.contiguous()) for each, _ in batch)
         scales = tuple(_raw(each.contiguous()) for _, each in batch)
-        by_words = kind is _INTEGER and form.bits == 8 and all(each.data_ptr() % 4 == 0 for each in codes)
-        kernel, tile, warps = (
-            (_decode_words_kernel, _WORDS_TILE, _WORDS_WARPS)
-            if by_words
-            else (_decode_kernel, _DECODE_TILE, _DECODE_WARPS)
-        )
+        by_words = kind in (_INTEGER, _SIGN) and form.bits in _WORDS and form.block * form.bits >= 32
+        if by_words and all(each.data_ptr() % 4 == 0 for each in codes):
+            kernel, (tile, warps) = _decode_words_kernel, _WORDS[form.bits]
+        else:
+            kernel, tile, warps = _decode_kernel, _DECODE_TILE, _DECODE_WARPS
         columns = min(form.block, tile)
         launch(kernel, cdiv(out.numel(), tile), out.device,
                out, codes, scales, out.numel(), codes[0].numel(), middle, inverse_levels, len(batch),
