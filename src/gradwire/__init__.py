@@ -11,11 +11,13 @@ Three names are enough to begin with: :func:`codec`, :func:`encode`, :func:`deco
 torch.Size([10000])
 """
 
+from gradwire.adapters import Compression, compress
 from gradwire.api import decode, encode
 from gradwire.codecs import Codec, Laws, Layout, Part, codec, register, registered
 from gradwire.errors import (
     ConfigError,
     GradwireError,
+    LabError,
     MissingExtraError,
     NonFiniteError,
     PeerError,
@@ -29,9 +31,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Codec",
+    "Compression",
     "ConfigError",
     "GradwireError",
     "Key",
+    "LabError",
     "Laws",
     "Layout",
     "MissingExtraError",
@@ -43,6 +47,7 @@ __all__ = [
     "WireError",
     "best_codec",
     "codec",
+    "compress",
     "decode",
     "encode",
     "for_training",

@@ -7,10 +7,11 @@
     ├── WireError           (also ValueError)       bytes that are not a valid payload
     ├── NonFiniteError      (also ArithmeticError)  NaN or Inf where a gradient was expected
     ├── PeerError           (also RuntimeError)     another rank failed, or disagrees with this one
+    ├── LabError            (also RuntimeError)     a lab of network namespaces cannot be made, found or used
     └── MissingExtraError   (also ImportError)      an optional part is not installed
 """
 
-__all__ = ["ConfigError", "GradwireError", "MissingExtraError", "NonFiniteError", "PeerError", "WireError"]
+__all__ = ["ConfigError", "GradwireError", "LabError", "MissingExtraError", "NonFiniteError", "PeerError", "WireError"]
 
 
 class GradwireError(Exception):
@@ -55,6 +56,14 @@ class PeerError(GradwireError, RuntimeError):
     """Another rank died, or sent something this rank did not expect; the message names it.
 
     >>> issubclass(PeerError, RuntimeError)
+    True
+    """
+
+
+class LabError(GradwireError, RuntimeError):
+    """A lab cannot be made, found or used here; the message says why and what to do.
+
+    >>> issubclass(LabError, RuntimeError)
     True
     """
 

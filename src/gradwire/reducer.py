@@ -1,18 +1,23 @@
-"""The gradients of a model become their mean over all ranks."""
+"""The gradients of a model become their mean over all ranks, while backward goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.codecs import Codec, State, codec
-from gradwire.collectives import Collective, Reduced
-from gradwire.transforms import for_training
+from gradwire.collectives import Collective, Gather, Peers, Pipeline, PowerSGD, Reduced, Reduction, agree, method
+from gradwire.collectives.base import STAGES
+from gradwire.collectives.choose import flat_collective, is_elementwise
+from gradwire.collectives.low_rank import LowRank
+from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.wire import Key, TensorSpec
 
 __all__ = ["GradientReducer", "Traffic"]
@@ -23,75 +28,305 @@ SMALL: Final = 4096
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes this rank sent in a step, and what a float32 ring all-reduce would have taken."""
+    """Bytes this rank sent and received in a step, and what a float32 ring all-reduce would have sent."""
 
     sent_bytes: int
+    received_bytes: int
     dense_sent_bytes: int
 
 
-class GradientReducer:
-    """Reduces the gradients of named parameters: matrices one by one in a codec, the small rest together in float32.
+@dataclass
+class _Section:
+    """Tensors that travel end to end as one."""
 
-    The codec gets error feedback where it needs it, unless ``feedback`` is false. States are kept by parameter name
-    and replaced only after every bucket of the step has arrived, so a failed step loses nothing.
+    names: list[str]
+    shape: tuple[int, ...]
+    sizes: list[int]
+    number: int  # of the bucket, in keys and errors: the place of its first parameter, so a rebuild keeps it apart
+    collective: Collective
+    state: State
+    next_state: State | None = None  # until the step is taken
+
+    def states(self) -> dict[str, State]:
+        return dict(zip(self.names, self.collective.by_tensor(self.state, self.sizes), strict=True))
+
+
+@dataclass
+class _Step:
+    """What a step has started."""
+
+    sections: list[_Section] = field(default_factory=list)
+    results: list[Future[Reduced]] = field(default_factory=list)
+    small: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, and where its mean goes
+    waiting: list[_Countdown] = field(default_factory=list)  # for the small tensors, which go with the last bucket
+
+    def reduced(self) -> list[Reduced]:
+        return [future.result() for future in self.results if future.done() and future.exception() is None]
+
+
+class _Countdown:
+    """Completes a future when so many parts are done, or with the first error."""
+
+    def __init__(self, parts: int, done: Future[None]) -> None:
+        self.parts, self.done, self.lock = parts, done, threading.Lock()
+        if parts == 0:
+            done.set_result(None)
+
+    def __call__(self, error: BaseException | None) -> None:
+        with self.lock:
+            self.parts -= 1
+            if self.done.done():
+                return
+            if error is not None:
+                self.done.set_exception(error)
+            elif self.parts == 0:
+                self.done.set_result(None)
+
+
+class GradientReducer:
+    """Reduces the gradients of named parameters: matrices in a codec, the small rest together in float32.
+
+    ``what`` is a codec (``"int4"``, ``"topk:0.01"``) or ``"powersgd:16+int8"``. Codecs get error feedback where they
+    need it, unless ``feedback`` is false. Work and waiting happen on threads of their own. States are kept by the name
+    of the parameter, whatever bucket it is in, and replaced only after every bucket of the step has arrived.
+
+    ``nonfinite`` says what happens if a rank's gradient holds NaN or Inf: ``"raise"`` raises on every rank,
+    ``"propagate"`` makes the bucket NaN on every rank, as plain DDP would, for a ``GradScaler`` to skip the step.
+    Either way no state changes. With ``scale``, a function that returns the loss scale, residuals follow its changes.
 
     >>> import torch, gradwire
-    >>> from gradwire.collectives.loopback import Loopback
+    >>> from gradwire.collectives.loopback import Alone
     >>> model = torch.nn.Linear(128, 64)
     >>> model(torch.ones(1, 128)).sum().backward()
-    >>> reducer = GradientReducer(dict(model.named_parameters()), "int4", Loopback())
-    >>> reducer.reduce(step=0)
-    Traffic(sent_bytes=0, dense_sent_bytes=0)
+    >>> reducer = GradientReducer(dict(model.named_parameters()), "int4", Alone())
+    >>> reducer.reduce()
+    Traffic(sent_bytes=0, received_bytes=0, dense_sent_bytes=0)
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        what: str | Codec,
-        collective: Collective,
+        what: str | Codec | PowerSGD,
+        peers: Peers,
         *,
         seed: int = 0,
         feedback: bool = True,
+        nonfinite: Literal["raise", "propagate"] = "raise",
+        scale: Callable[[], float] | None = None,
     ) -> None:
-        self.codec = for_training(what) if feedback else codec(what)
-        self.collective = collective
-        self.seed = seed
-        self.large = {n: p for n, p in parameters.items() if p.dim() > 1 and p.numel() >= SMALL}
-        self.small = {n: p for n, p in parameters.items() if n not in self.large}
+        if nonfinite not in ("raise", "propagate"):
+            raise ConfigError(f"`nonfinite` must be 'raise' or 'propagate'; got {nonfinite!r}.")
+        self.parameters = dict(parameters)
+        self.method = method(what, feedback=feedback)
+        self.peers, self.seed, self.nonfinite, self.scale = peers, seed, nonfinite, scale
         # Sizes on the wire follow from codec and shapes: once these agree, no rank can send what another cannot take.
         shapes = {name: (*p.shape, p.dtype) for name, p in parameters.items()}
-        collective.agree(
-            f"codec {self.codec}, {len(shapes)} parameters with checksum {crc32(repr(shapes).encode()):08x}"
-        )
-        self.states: dict[str, State] = {n: self.codec.init(TensorSpec.of(p)) for n, p in self.large.items()}
+        checksum = crc32(repr(shapes).encode())
+        agree(peers, f"codec {self.method}, seed {seed}, {len(shapes)} parameters with checksum {checksum:08x}")
+        self._places = {name: place for place, name in enumerate(self.parameters, start=1)}
+        self._pipeline = Pipeline()
+        self._tag = STAGES  # tag 0 was the agreement's
+        self._plans: dict[tuple[str, ...], list[_Section]] = {}
+        self._states: dict[str, State] = {}  # of parameters that no plan has yet
+        self._scale = scale() if scale else 1.0
+        self._step = 0
+        self._open = False  # whether a bucket of the step is still to come
+        self._now = _Step()
 
-    def reduce(self, step: int) -> Traffic:
+    @property
+    def step(self) -> int:
+        """Steps that have been taken."""
+        return self._step + bool(self._now.results and not self._open)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the last step."""
+        reduced = self._now.reduced()
+        return Traffic(
+            sum(r.sent_bytes for r in reduced),
+            sum(r.received_bytes for r in reduced),
+            sum(r.dense_sent_bytes for r in reduced),
+        )
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pipeline.close()
+
+    # A whole model at once.
+
+    def reduce(self) -> Traffic:
         """Replace every gradient by the mean over all ranks. A missing gradient counts as zeros."""
-        dense = codec("none")
-        together = torch.cat(
-            [_gradient(p).reshape(-1).to(torch.float32) for p in self.small.values()] or [torch.empty(0)]
-        )
-        pending = [self.collective.reduce(together, dense, {}, Key(self.seed, step, 0))]
-        for bucket, (name, parameter) in enumerate(self.large.items(), start=1):
-            key = Key(self.seed, step, bucket)
-            pending.append(self.collective.reduce(_gradient(parameter), self.codec, self.states[name], key))
-        results = [p.wait() for p in pending]
-        self._apply(results)
-        return Traffic(sum(r.sent_bytes for r in results), sum(r.dense_sent_bytes for r in results))
+        gradients = []
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        self.start(list(self.parameters), gradients, gradients, last=True).result()
+        return self.traffic
 
-    def _apply(self, results: list[Reduced]) -> None:
-        offset = 0
-        for parameter in self.small.values():
-            _set(parameter, results[0].mean[offset : offset + parameter.numel()])
-            offset += parameter.numel()
-        for (name, parameter), result in zip(self.large.items(), results[1:], strict=True):
-            _set(parameter, result.mean)
-            self.states[name] = result.state
+    # Bucket by bucket.
+
+    def start(
+        self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Tensor], *, last: bool
+    ) -> Future[None]:
+        """Start to reduce a bucket of parameters; the future is done when their means have been written to ``means``.
+
+        Every rank starts the same buckets in the same order. ``last`` ends the step: vectors and small tensors of all
+        buckets travel then, so no bucket that has any is done before.
+        """
+        if not self._open:
+            self._take_step()
+        self._open = not last
+        now, done = self._now, Future[None]()
+        rest = {name: (g, m) for name, g, m in zip(names, gradients, means, strict=True)}
+        sections = [(section, [rest.pop(name) for name in section.names]) for section in self._plan(tuple(names))]
+        finish = _Countdown(len(sections) + bool(rest), done)
+        for section, pairs in sections:
+            self._submit(now, section, pairs, [finish])
+        if rest:
+            now.small |= rest
+            now.waiting.append(finish)
+        if last and now.small:
+            (section,) = self._plan(tuple(now.small), small=True)
+            self._submit(now, section, list(now.small.values()), now.waiting)
+        return done
+
+    def _submit(
+        self, now: _Step, section: _Section, pairs: list[tuple[Tensor, Tensor]], then: list[_Countdown]
+    ) -> None:
+        key, tag = Key(self.seed, self._step, section.number), self._tag
+        self._tag = (self._tag + STAGES) % (1 << 30)
+        computed = _computed(pairs[0][0].device)
+
+        def reduction() -> Reduction:
+            computed()
+            flat = torch.cat([gradient.reshape(-1) for gradient, _ in pairs]).to(torch.float32).view(section.shape)
+            return (yield from section.collective.reduce(flat, section.state, key, tag))
+
+        def arrived(future: Future[Reduced]) -> None:
+            error = future.exception()
+            if error is None:
+                section.next_state = future.result().state
+                pieces = torch.split(future.result().mean.view(-1), section.sizes)
+                for piece, (_, mean) in zip(pieces, pairs, strict=True):
+                    mean.copy_(piece.view(mean.shape))
+            elif isinstance(error, NonFiniteError) and self.nonfinite == "propagate":
+                for _, mean in pairs:
+                    mean.fill_(torch.nan)
+                error = None
+            for countdown in then:
+                countdown(error)
+
+        now.sections.append(section)
+        future = self._pipeline.submit(reduction())
+        now.results.append(future)
+        future.add_done_callback(arrived)
+
+    def _take_step(self) -> None:
+        """Commit the states of the step before, now that it has been taken; not if any of it failed."""
+        before, self._now = self._now, _Step()
+        if not before.results:
+            return
+        taken = all(future.exception() is None for future in before.results)
+        for section in before.sections:
+            if taken and section.next_state is not None:
+                section.state = section.next_state
+            section.next_state = None
+        self._step += 1
+        self._rescale()
+
+    def _rescale(self) -> None:
+        """Residuals are in units of the loss scale: they follow it."""
+        if self.scale is None or (scale := self.scale()) == self._scale:
+            return
+        for section in (section for plan in self._plans.values() for section in plan):
+            for name in ("residual", "owned"):
+                value = section.state.get(name)
+                if isinstance(value, Tensor):
+                    value.mul_(scale / self._scale)
+        self._scale = scale
+
+    # Which parameters travel together, and how.
+
+    def _plan(self, names: tuple[str, ...], *, small: bool = False) -> list[_Section]:
+        """Sections of a bucket: of its large tensors, or with ``small`` of tensors that are not."""
+        if names not in self._plans:
+            # Parameters that were in other buckets, before DDP rebuilt them, bring their states.
+            for old in [old for old in self._plans if not small and not set(old).isdisjoint(names)]:
+                for section in self._plans.pop(old):
+                    self._states |= section.states()
+            self._plans[names] = self._sections(list(names), small)
+        return self._plans[names]
+
+    def _sections(self, names: list[str], small: bool) -> list[_Section]:
+        if small:
+            return [self._section(names, flat_collective(self.peers, codec("none")))]
+        large = [n for n in names if self.parameters[n].dim() > 1 and self.parameters[n].numel() >= SMALL]
+        if isinstance(self.method, PowerSGD):
+            shapes = {
+                n: (len(self.parameters[n]), self.parameters[n].numel() // len(self.parameters[n])) for n in large
+            }
+            thin = [n for n in large if self.method.pays(*shapes[n])]
+            others = [n for n in large if n not in thin]
+            m = self.method
+            low_rank = LowRank(
+                self.peers, tuple(shapes[n] for n in thin), m.rank, m.factors, m.start, alternate=m.alternate
+            )
+            sections = [self._section(thin, low_rank)] if thin else []
+            return sections + ([self._section(others, flat_collective(self.peers, low_rank.early))] if others else [])
+        if is_elementwise(self.method):
+            return [self._section(large, flat_collective(self.peers, self.method))] if large else []
+        return [self._section([n], Gather(self.peers, self.method), self.parameters[n].shape) for n in large]
+
+    def _section(self, names: list[str], collective: Collective, shape: Sequence[int] | None = None) -> _Section:
+        sizes = [self.parameters[name].numel() for name in names]
+        spec = TensorSpec(tuple(shape) if shape is not None else (sum(sizes),))
+        known = [self._states.pop(name) for name in names if name in self._states]
+        if known and len(known) < len(names):
+            raise ConfigError(f"some of the parameters {names} have a state and some have none.")
+        device = self.parameters[names[0]].device if isinstance(collective, Gather) else "cpu"
+        state = collective.from_tensors(known, sizes) if known else collective.init(spec, device)
+        return _Section(names, spec.shape, sizes, self._places[names[0]], collective, state)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that goes from step to step: tensors and numbers, by parameter."""
+        if self._open:
+            raise ConfigError("state_dict() must be called between steps, not during backward.")
+        self._take_step()
+        states = {name: dict(state) for name, state in self._states.items()}
+        for section in (section for plan in self._plans.values() for section in plan):
+            states |= {name: dict(state) for name, state in section.states().items()}
+        cloned = {
+            name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+            for name, state in states.items()
+            if state
+        }
+        place = {"rank": self.peers.rank, "ranks": self.peers.size}
+        return {"method": str(self.method), "step": self._step, "scale": self._scale, **place, "states": cloned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that :meth:`state_dict` returned on this rank."""
+        mine = {"method": str(self.method), "rank": self.peers.rank, "ranks": self.peers.size}
+        for name, value in mine.items():
+            if state.get(name) != value:
+                raise ConfigError(f"`state` has {name} {state.get(name)!r}; this reducer has {value!r}.")
+        unknown = sorted(set(state["states"]) - set(self.parameters))
+        if unknown:
+            raise ConfigError(f"`state` has parameters that the model has not: {unknown}.")
+        self._now, self._plans = _Step(), {}
+        self._step, self._scale = int(state["step"]), float(state["scale"])
+        self._states = {
+            name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in each.items()}
+            for name, each in state["states"].items()
+        }
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-
-
-def _set(parameter: nn.Parameter, mean: Tensor) -> None:
-    parameter.grad = mean.view(parameter.shape).to(parameter.dtype)
+def _computed(device: torch.device) -> Callable[[], None]:
+    """A function that makes another thread wait for what this one has started on a device so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize

@@ -51,7 +51,17 @@ try:
 except ImportError:  # a source tree that was not built: the same polynomial, so the same value, only slower
     from zlib import crc32  # type: ignore[assignment]
 
-__all__ = ["MAX_DECODED_BYTES", "VERSION", "Key", "Payload", "TensorSpec", "header_nbytes", "pack", "unpack"]
+__all__ = [
+    "MAX_DECODED_BYTES",
+    "VERSION",
+    "Key",
+    "Payload",
+    "TensorSpec",
+    "header_nbytes",
+    "pack",
+    "pack_into",
+    "unpack",
+]
 
 MAGIC: Final = b"GRDW"
 VERSION: Final = 1
@@ -190,6 +200,20 @@ def pack(payload: Payload) -> bytes:
     >>> len(pack(payload)) == payload.nbytes == 86
     True
     """
+    frame = bytearray(payload.nbytes)
+    pack_into(payload, torch.frombuffer(frame, dtype=torch.uint8))
+    return bytes(frame)
+
+
+def pack_into(payload: Payload, out: Tensor) -> int:
+    """Write the frame of a payload to the start of ``out``, bytes on the CPU; return its length.
+
+    >>> import gradwire
+    >>> payload, _ = gradwire.codec("int8").encode(torch.ones(4))
+    >>> out = torch.empty(100, dtype=torch.uint8)
+    >>> pack_into(payload, out)
+    86
+    """
     name = payload.codec.encode("ascii")
     shape = payload.spec.shape
     header = header_nbytes(payload.codec, len(shape), len(payload.parts))
@@ -197,27 +221,28 @@ def pack(payload: Payload) -> bytes:
         raise ConfigError(f"the codec string is too long for a payload: {len(name)} characters.")
     lengths = [part.numel() * part.dtype.itemsize for part in payload.parts]
     total = header + sum(lengths)
-    frame = bytearray(total)
+    if out.dtype != torch.uint8 or out.dim() != 1 or out.device.type != "cpu" or out.numel() < total:
+        raise ConfigError(f"`out` must be {total} bytes on the CPU, flat; got {tuple(out.shape)} {out.dtype}.")
+    frame = out.numpy().data
     key = payload.key
     tables = [*shape, *(_CODES[p.dtype] << 56 | n for p, n in zip(payload.parts, lengths, strict=True))]
     struct.pack_into(f"<{len(tables)}Q", frame, _FIXED.size, *tables)
     start = _FIXED.size + 8 * len(tables)
-    frame[start : start + len(name)] = name
-    body = torch.frombuffer(frame, dtype=torch.uint8)[header:] if total > header else torch.empty(0, device="cpu")
-    offset = 0
+    frame[start:header] = name.ljust(header - start, b"\0")
+    offset = header
     for part, length in zip(payload.parts, lengths, strict=True):
         if length:
-            body[offset : offset + length] = part.contiguous().view(torch.uint8)
+            out[offset : offset + length] = part.contiguous().view(torch.uint8)
         offset += length
     flags = _NON_FINITE if int(payload.nonfinite) else 0
     counts = (header, _CODES[payload.spec.dtype], len(shape), len(payload.parts), 0, len(name), 0)
     _FIXED.pack_into(frame, 0, MAGIC, 0, VERSION, flags, *counts, key.bucket, key.seed, key.step, total)
-    struct.pack_into("<I", frame, 4, crc32(memoryview(frame)[8:]))
-    return bytes(frame)
+    struct.pack_into("<I", frame, 4, crc32(frame[8:total]))
+    return total
 
 
-def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = False) -> Payload:
-    """Payload of a frame. Every field is checked before it is used; the parts are copies.
+def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = False, copy: bool = True) -> Payload:
+    """Payload of a frame. Every field is checked before it is used; the parts are copies, or parts of ``data``.
 
     ``data`` is ``bytes`` or anything with a buffer. A frame of more than ``max_bytes`` decoded is refused. With
     ``padded`` more bytes may follow the frame, as in a buffer of the layout's size.
@@ -267,7 +292,7 @@ def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = Fals
     if step >= 1 << 56:
         raise WireError(f"corrupt header: the step must be below 2**56; got {step}.")
     nonfinite = torch.tensor(-1 if flags & _NON_FINITE else 0, device="cpu")
-    return Payload(codec, spec, Key(seed, step, bucket), _parts(view[header:], entries), nonfinite)
+    return Payload(codec, spec, Key(seed, step, bucket), _parts(view[header:], entries, copy), nonfinite)
 
 
 def _spec(shape: tuple[int, ...], dtype: int, max_bytes: int) -> TensorSpec:
@@ -283,7 +308,7 @@ def _spec(shape: tuple[int, ...], dtype: int, max_bytes: int) -> TensorSpec:
     return spec
 
 
-def _parts(body: memoryview, entries: Sequence[int]) -> tuple[Tensor, ...]:
+def _parts(body: memoryview, entries: Sequence[int], copy: bool) -> tuple[Tensor, ...]:
     codes, lengths = [e >> 56 for e in entries], [e & ((1 << 56) - 1) for e in entries]
     if sum(lengths) != len(body):
         raise WireError(f"corrupt header: its parts have {sum(lengths)} bytes, the body {len(body)}.")
@@ -295,7 +320,7 @@ def _parts(body: memoryview, entries: Sequence[int]) -> tuple[Tensor, ...]:
         raise WireError("corrupt header: parts must be whole items, in order of falling item size.")
     if not len(body):
         return tuple(torch.empty(0, dtype=d, device="cpu") for d in dtypes)
-    buffer = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    buffer = torch.frombuffer(bytearray(body) if copy else body, dtype=torch.uint8)
     return tuple(chunk.view(d) for chunk, d in zip(torch.split(buffer, lengths), dtypes, strict=True))
 
 

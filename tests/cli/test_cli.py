@@ -57,7 +57,7 @@ def test_train_prints_a_table_for_people():
     [
         (["--codec", "int5"], "error: unknown codec 'int5'; did you mean"),
         (["--codec", "topk:3"], "error: `topk(density=...)` must be in (0, 1]; got 3.0."),
-        (["--task", "imagenet"], "error: `--task` must be one of digits; got 'imagenet'."),
+        (["--task", "imagenet"], "error: `--task` must be one of digits, charlm; got 'imagenet'."),
         (["--workers", "0"], "error: `--workers` must be from 1 to 64; got 0."),
         (["--epochs", "0"], "error: `--epochs` must be at least 1; got 0."),
         (["--batch-size", "1000"], "error: `--batch-size` must be from 1 to 718 with 2 workers; got 1000."),

@@ -2,17 +2,18 @@
 
 import time
 
-from gradwire.collectives import Gather
+from gradwire.collectives import ProcessPeers, agree
 
 from .base import main
 
 
 def body(settings, rank, ranks):
-    Gather().agree("all is well")
+    peers = ProcessPeers.of(timeout_s=30)
+    agree(peers, "all is well")
     if rank == 1:
         time.sleep(0.5)
         raise ValueError("the real cause")
-    Gather().agree("rank 1 never comes here")
+    agree(peers, "rank 1 never comes here")
     return ""
 
 

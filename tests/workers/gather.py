@@ -7,17 +7,17 @@ import torch
 
 import gradwire
 from gradwire import GradwireError, Key
-from gradwire.collectives import Gather
+from gradwire.collectives import Gather, ProcessPeers, agree, run
 
 from .base import main
 
 
 def body(settings, rank, ranks):
-    return json.dumps([reduce(case, rank, ranks) for case in settings["cases"]])
+    peers = ProcessPeers.of(timeout_s=30)
+    return json.dumps([reduce(peers, 8 * i, case, rank, ranks) for i, case in enumerate(settings["cases"])])
 
 
-def reduce(settings, rank, ranks):
-    gather = Gather()
+def reduce(peers, tag, settings, rank, ranks):
     codec = gradwire.codec(settings["codec"])
     step = 1
     x = torch.randn(300, generator=torch.Generator().manual_seed(rank)).view(15, 20)
@@ -36,11 +36,12 @@ def reduce(settings, rank, ranks):
             x = x.view(20, 15)
     if settings.get("wrong") == "sum":
         x = torch.full((15, 20), 3e38)
-    state = codec.init(gradwire.TensorSpec.of(x))
+    gather = Gather(peers, codec)
+    state = gather.init(gradwire.TensorSpec.of(x))
     try:
         if settings.get("wrong") == "codec":
-            gather.agree(str(codec))
-        reduced = gather.reduce(x, codec, state, Key(0, step, 7)).wait()
+            agree(peers, str(codec), tag)
+        reduced = run(gather.reduce(x, state, Key(0, step, 7), tag))
     except GradwireError as error:
         return f"{type(error).__name__}: {error}"
     distance = 0.0

@@ -13,6 +13,7 @@ import typer
 import gradwire
 from gradwire.cli.bench import bench
 from gradwire.cli.inspect import inspect
+from gradwire.cli.lab import lab
 from gradwire.cli.output import errors
 from gradwire.cli.train import train
 from gradwire.errors import ConfigError, GradwireError
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(inspect)
 app.add_typer(bench, name="bench")
+app.add_typer(lab, name="lab")
 
 
 def _version(wanted: bool) -> None:

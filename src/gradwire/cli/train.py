@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -9,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
 from gradwire.clusters import run_workers
-from gradwire.codecs import codec as make_codec
+from gradwire.collectives import method
 from gradwire.errors import ConfigError
-from gradwire.extras import require
+from gradwire.lab import Lab
 from gradwire.tasks import TASKS
 
 __all__ = ["train"]
@@ -19,22 +21,28 @@ __all__ = ["train"]
 
 def train(
     task: Annotated[str, typer.Option(help=f"What to train: {', '.join(TASKS)}.")] = "digits",
-    codec: Annotated[str, typer.Option(help="How gradients travel, e.g. int8, int4, topk:0.01+int8, none.")] = "int4",
-    workers: Annotated[int, typer.Option(help="Worker processes, joined over loopback.")] = 2,
-    epochs: Annotated[int, typer.Option(help="Passes over the training data.")] = 4,
-    batch_size: Annotated[int, typer.Option(help="Images in a worker's batch.")] = 32,
+    codec: Annotated[
+        str, typer.Option(help="How gradients travel, e.g. int8, int4, topk:0.01+int8, powersgd:16+int8, none.")
+    ] = "int4",
+    workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
+    epochs: Annotated[int, typer.Option(help="Passes over the training data; charlm: hundreds of steps.")] = 4,
+    steps: Annotated[int | None, typer.Option(help="Steps, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples in a worker's batch; the task's own.")] = None,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal runs on one machine.")] = 0,
     feedback: Annotated[
         bool, typer.Option("--feedback/--no-feedback", help="Error feedback for biased codecs of fewer than 4 bits.")
     ] = True,
+    rate: Annotated[
+        str | None, typer.Option(help="Join the workers by links of this rate, e.g. 100mbit (a lab; needs root).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train with gradients compressed between real worker processes, and say what it cost and what it reached."""
-    settings = {**_settings(task, codec, workers, epochs, batch_size, seed), "feedback": feedback}
+    settings = {**_settings(task, codec, workers, epochs, steps, batch_size, seed), "feedback": feedback}
     run = _Run()
-    with _progress() as progress:
+    with _links(workers, rate) as lab, _progress() as progress:
         bar = progress.add_task("starting workers", total=None)
-        for event in run_workers("gradwire.tasks.worker", settings, workers):
+        for event in run_workers("gradwire.tasks.worker", settings, workers, lab):
             run.take(event)
             if event["event"] == "start":
                 progress.update(bar, total=event["steps"])
@@ -43,29 +51,38 @@ def train(
                     bar, completed=event["step"], description=f"epoch {event['epoch'] + 1}  loss {event['loss']:.4f}"
                 )
     if as_json:
-        print_json({"settings": {**settings, "workers": workers}, **run.result()})
+        print_json({"settings": {**settings, "workers": workers, "rate": rate}, **run.result()})
     else:
-        show(run.table(task, workers, epochs))
+        show(run.table(task, workers, rate))
 
 
-def _settings(task: str, codec: str, workers: int, epochs: int, batch_size: int, seed: int) -> dict[str, Any]:
+def _links(workers: int, rate: str | None) -> AbstractContextManager[Lab | None]:
+    """A lab of its own for this run, or loopback."""
+    return Lab.up(workers, rate, name=f"train-{os.getpid()}") if rate is not None else nullcontext()
+
+
+def _settings(
+    task: str, codec: str, workers: int, epochs: int, steps: int | None, batch_size: int | None, seed: int
+) -> dict[str, Any]:
     """The checked settings; a mistake is said before any worker starts."""
     if task not in TASKS:
         raise ConfigError(f"`--task` must be one of {', '.join(TASKS)}; got {task!r}.")
-    images = TASKS[task].train_images
+    examples = TASKS[task].train_examples
     if not 1 <= workers <= 64:
         raise ConfigError(f"`--workers` must be from 1 to 64; got {workers}.")
     if epochs < 1:
         raise ConfigError(f"`--epochs` must be at least 1; got {epochs}.")
-    if not 1 <= batch_size <= images // workers:
+    if steps is not None and steps < 1:
+        raise ConfigError(f"`--steps` must be at least 1; got {steps}.")
+    if batch_size is not None and not 1 <= batch_size <= examples // workers:
         raise ConfigError(
-            f"`--batch-size` must be from 1 to {images // workers} with {workers} workers; got {batch_size}."
+            f"`--batch-size` must be from 1 to {examples // workers} with {workers} workers; got {batch_size}."
         )
     if not 0 <= seed < 1 << 31:
         raise ConfigError(f"`--seed` must be from 0 to {(1 << 31) - 1}; got {seed}.")
-    require("sklearn.datasets", purpose="the digits task")
-    name = str(make_codec(codec))
-    return {"task": task, "codec": name, "epochs": epochs, "batch_size": batch_size, "seed": seed}
+    TASKS[task]().load()
+    how = str(method(codec, feedback=False))
+    return {"task": task, "codec": how, "epochs": epochs, "steps": steps, "batch_size": batch_size, "seed": seed}
 
 
 class _Run:
@@ -101,7 +118,7 @@ class _Run:
             "replicas_identical": True,  # a worker that finds otherwise fails
         }
 
-    def table(self, task: str, workers: int, epochs: int) -> Any:
+    def table(self, task: str, workers: int, rate: str | None) -> Any:
         r = self.result()
         ratio = f" = {r['ratio']:.3f} of a float32 all-reduce" if r["ratio"] is not None else ""
         rows = [
@@ -115,7 +132,7 @@ class _Run:
             ("replicas", "bit-identical on all workers" if workers > 1 else "one worker"),
         ]
         return table(
-            f"{task}: {_count(workers, 'worker')}, {_count(epochs, 'epoch')}, {_count(r['steps'], 'step')}",
+            f"{task}: {_count(workers, 'worker')}, {_count(r['steps'], 'step')}" + (f", {rate}" if rate else ""),
             {"": "left", "result": "left"},
             rows,
         )

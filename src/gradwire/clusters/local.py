@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from gradwire.collectives.rank import RENDEZVOUS
 from gradwire.errors import PeerError
+from gradwire.lab import Lab
 
 __all__ = ["run_workers"]
 
@@ -25,14 +26,18 @@ _LOOPBACK: Final = "lo0" if sys.platform == "darwin" else "lo"
 _GRACE_S: Final = 5.0  # how long the others may take to notice that a worker is gone
 
 
-def run_workers(module: str, settings: Mapping[str, Any], workers: int) -> Iterator[dict[str, Any]]:
+def run_workers(
+    module: str, settings: Mapping[str, Any], workers: int, lab: Lab | None = None
+) -> Iterator[dict[str, Any]]:
     """Run ``python -m module SETTINGS`` once a rank and yield the JSON events rank 0 prints.
+
+    Ranks are joined over loopback, or with a ``lab`` over its links, one a host.
 
     When a worker fails the others are ended, and :class:`PeerError` says which rank failed first and how.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
-        processes = [_start(module, settings, rank, workers, folder) for rank in range(workers)]
+        processes = [_start(module, settings, rank, workers, folder, lab) for rank in range(workers)]
         watch = _Watch(processes, folder)
         watch.start()
         stack.callback(watch.join)  # after all have ended, and before the folder goes
@@ -47,23 +52,27 @@ def run_workers(module: str, settings: Mapping[str, Any], workers: int) -> Itera
             raise PeerError(_story(watch.failed, processes[watch.failed], folder))
 
 
-def _start(module: str, settings: Mapping[str, Any], rank: int, workers: int, folder: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        RENDEZVOUS: str(folder / "rendezvous"),
-        "GLOO_SOCKET_IFNAME": _LOOPBACK,
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
+def _start(
+    module: str, settings: Mapping[str, Any], rank: int, workers: int, folder: Path, lab: Lab | None
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, json.dumps(dict(settings))]
     with (folder / f"stderr-{rank}").open("w") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(dict(settings))],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stderr=errors,
-            text=True,
-        )
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            "stderr": errors,
+            "text": True,
+        }
+        if lab is not None:
+            return lab.popen(rank, command, **pipes)
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(workers),
+            RENDEZVOUS: str(folder / "rendezvous"),
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        return subprocess.Popen(command, env=environment, **pipes)
 
 
 class _Watch(threading.Thread):

@@ -1,6 +1,26 @@
 """How payloads become a mean on every rank."""
 
-from gradwire.collectives.base import Collective, Pending, Reduced
+from gradwire.collectives.base import Collective, Reduced, Reduction, run
+from gradwire.collectives.choose import PowerSGD, method
 from gradwire.collectives.gather import Gather
+from gradwire.collectives.low_rank import LowRank
+from gradwire.collectives.peers import Peers, agree
+from gradwire.collectives.pipeline import Pipeline
+from gradwire.collectives.processes import ProcessPeers
+from gradwire.collectives.two_stage import TwoStage
 
-__all__ = ["Collective", "Gather", "Pending", "Reduced"]
+__all__ = [
+    "Collective",
+    "Gather",
+    "LowRank",
+    "Peers",
+    "Pipeline",
+    "PowerSGD",
+    "ProcessPeers",
+    "Reduced",
+    "Reduction",
+    "TwoStage",
+    "agree",
+    "method",
+    "run",
+]

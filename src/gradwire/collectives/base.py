@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
+from gradwire import wire
 from gradwire.codecs import Codec, State
-from gradwire.wire import Key
+from gradwire.collectives.peers import Peers
+from gradwire.errors import ConfigError, NonFiniteError, PeerError, WireError
+from gradwire.kernels import ops
+from gradwire.wire import Key, Payload, TensorSpec
 
-__all__ = ["Collective", "Pending", "Reduced"]
+__all__ = [
+    "STAGES",
+    "Collective",
+    "Reduced",
+    "Reduction",
+    "check_finite",
+    "finite_sum",
+    "message",
+    "payload_of",
+    "ring_bytes",
+    "room",
+    "run",
+    "tensor_of",
+    "where",
+]
+
+STAGES = 8
+"""Tags a reduction may use, from its own on."""
 
 
 @dataclass(frozen=True)
@@ -18,27 +41,116 @@ class Reduced:
     """The result of a reduce, and what it moved."""
 
     mean: Tensor  # float32, in the shape of the tensor given
-    state: State  # the codec's next state; keep the old one until the step is taken
+    state: State  # the next state; keep the old one until the step is taken
     sent_bytes: int  # by this rank
     received_bytes: int  # by this rank
     dense_sent_bytes: int  # what this rank sends in a float32 ring all-reduce, which is what DDP does
 
 
-class Pending(Protocol):
-    """A reduce under way."""
-
-    def wait(self) -> Reduced:
-        """Block until the mean is there; raise what went wrong, on every rank."""
-        ...
+Reduction: TypeAlias = Generator[None, None, Reduced]
+"""A reduce in straight line; it yields wherever it has started messages and would wait for others' next."""
 
 
 class Collective(Protocol):
     """A way to bring every rank's tensor to every rank's mean."""
 
-    def agree(self, what: str) -> None:
-        """Make sure that all ranks say the same; :class:`~gradwire.errors.PeerError` on every rank if one does not."""
+    @property
+    def peers(self) -> Peers:
+        """The ranks."""
         ...
 
-    def reduce(self, x: Tensor, codec: Codec, state: State, key: Key) -> Pending:
-        """Start a reduce. All ranks must call it for the same tensors in the same order."""
+    def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
+        """State before the first step."""
         ...
+
+    def by_tensor(self, state: State, sizes: Sequence[int]) -> list[State]:
+        """The state of each of the tensors that were reduced as one, end to end."""
+        ...
+
+    def from_tensors(self, states: Sequence[State], sizes: Sequence[int]) -> State:
+        """The state of tensors that are to be reduced as one. Nothing is lost, whatever they were part of before."""
+        ...
+
+    def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
+        """Reduce a float32 tensor. ``tag`` is the same on every rank; the ``STAGES`` tags from it on are this one's.
+
+        Raises on every rank in the same reduction if any rank's tensor holds NaN or Inf.
+        """
+        ...
+
+
+def tensor_of(state: State, name: str) -> Tensor:
+    """A tensor of a state."""
+    value = state.get(name)
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"`state` must hold a tensor {name!r}; got {sorted(state)}.")
+    return value
+
+
+def run(reduction: Reduction) -> Reduced:
+    """The result of a reduction, waiting where it waits."""
+    while True:
+        try:
+            next(reduction)
+        except StopIteration as stop:
+            result: Reduced = stop.value
+            return result
+
+
+def ring_bytes(numel: int, ranks: int) -> int:
+    """What a rank sends of a float32 tensor in a ring all-reduce.
+
+    >>> ring_bytes(300, 3)
+    1600
+    """
+    return 2 * (ranks - 1) * 4 * numel // ranks
+
+
+def check_finite(nonfinite: Sequence[bool], key: Key) -> None:
+    """Raise if any rank found NaN or Inf."""
+    bad = [rank for rank, found in enumerate(nonfinite) if found]
+    if bad:
+        raise NonFiniteError(f"{where(key)}: NaN or Inf on ranks {bad}.")
+
+
+def where(key: Key) -> str:
+    """A reduction, for people."""
+    return f"bucket {key.bucket} of step {key.step}"
+
+
+def room(codec: Codec, spec: TensorSpec) -> Tensor:
+    """A message for a payload: of the same size on every rank, though a frame may be shorter."""
+    return torch.empty(codec.layout(spec).nbytes, dtype=torch.uint8, device="cpu")
+
+
+def message(codec: Codec, payload: Payload, nonfinite: bool | None = None) -> Tensor:
+    """The message with a payload; ``nonfinite`` overrides what the payload says."""
+    if nonfinite is not None:
+        payload = replace(payload, nonfinite=torch.tensor(-int(nonfinite), device="cpu"))
+    packed = room(codec, payload.spec)
+    packed[wire.pack_into(payload, packed) :] = 0
+    return packed
+
+
+def payload_of(packed: Tensor, rank: int, codec: str, spec: TensorSpec, key: Key) -> Payload:
+    """The payload of a rank's message, which must be of that codec, spec, step and bucket. It shares its memory."""
+    try:
+        payload = wire.unpack(packed.numpy(), max_bytes=1 << 62, padded=True, copy=False)
+    except WireError as error:
+        raise PeerError(f"rank {rank} sent something else than a payload: {error}") from error
+    got = (payload.codec, payload.spec, payload.key.step, payload.key.bucket)
+    wanted = (codec, spec, key.step, key.bucket)
+    if got != wanted:
+        raise PeerError(f"rank {rank} sent {_label(*got)}; this rank expected {_label(*wanted)}.")
+    return payload
+
+
+def _label(codec: str, spec: TensorSpec, step: int, bucket: int) -> str:
+    return f"{codec} of {spec}, step {step}, bucket {bucket}"
+
+
+def finite_sum(total: Tensor, key: Key) -> Tensor:
+    """The sum, or an error if it leaves float32."""
+    if int(ops.count_nonfinite(total.view(-1))):
+        raise NonFiniteError(f"{where(key)}: the sum of all ranks leaves float32.")
+    return total

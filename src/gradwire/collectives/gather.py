@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
-from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gradwire import wire
 from gradwire.codecs import Codec, State
-from gradwire.collectives.base import Reduced
-from gradwire.collectives.rank import all_gather
-from gradwire.errors import NonFiniteError, PeerError, WireError
-from gradwire.kernels import ops
-from gradwire.wire import Key, Payload
+from gradwire.collectives.base import (
+    Reduced,
+    Reduction,
+    check_finite,
+    finite_sum,
+    message,
+    payload_of,
+    ring_bytes,
+    room,
+    tensor_of,
+    where,
+)
+from gradwire.collectives.peers import Peers
+from gradwire.wire import Key, TensorSpec
 
 __all__ = ["Gather"]
-
-_LINE_BYTES: Final = 512
 
 
 @dataclass(frozen=True)
@@ -31,82 +33,51 @@ class Gather:
 
     Every rank sends the frame of its payload, so that a peer with another codec, step or tensor is noticed and named
     on every rank, and so is one whose tensor holds NaN or Inf.
+
+    >>> from gradwire import codec
+    >>> from gradwire.collectives.base import run
+    >>> from gradwire.collectives.loopback import Alone
+    >>> gather = Gather(Alone(), codec("none"))
+    >>> run(gather.reduce(torch.arange(3.0), {}, Key(), tag=0)).mean
+    tensor([0., 1., 2.])
     """
 
-    group: dist.ProcessGroup | None = None
-
-    def agree(self, what: str) -> None:
-        """Exchange a line of text, and raise on every rank if two ranks' lines differ."""
-        mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8)
-        text = f"{what[: _LINE_BYTES - 64]} (checksum {crc32(what.encode()):08x})".encode()
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        lines = torch.empty(dist.get_world_size(self.group) * _LINE_BYTES, dtype=torch.uint8)
-        with _peer_errors("the agreement of all ranks"):
-            all_gather(lines, mine, group=self.group)
-        said = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines.view(-1, _LINE_BYTES)]
-        for rank, line in enumerate(said):
-            if line != said[0]:
-                raise PeerError(f"rank {rank} has {line!r}, but rank 0 has {said[0]!r}; all ranks must have the same.")
-
-    def reduce(self, x: Tensor, codec: Codec, state: State, key: Key) -> _PendingGather:
-        """Start the exchange of one tensor."""
-        ranks = dist.get_world_size(self.group)
-        # Ranks draw different random bits, so that their errors average out; a payload carries its own key.
-        payload, next_state = codec.encode(x, state, key.fold(dist.get_rank(self.group)))
-        size = codec.layout(payload.spec).nbytes  # the same on every rank, though a frame may be shorter
-        frame = torch.zeros(size, dtype=torch.uint8)
-        data = wire.pack(payload)
-        frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        frames = torch.empty(ranks * size, dtype=torch.uint8)
-        work = all_gather(frames, frame, group=self.group, async_op=True)
-        return _PendingGather(work, frames.view(ranks, size), codec, payload, key, next_state)
-
-
-@dataclass(frozen=True)
-class _PendingGather:
-    work: dist.Work
-    frames: Tensor
+    peers: Peers
     codec: Codec
-    mine: Payload
-    key: Key
-    state: State
 
-    def wait(self) -> Reduced:
-        where = f"bucket {self.key.bucket} of step {self.key.step}"
-        with _peer_errors(f"the exchange of {where}"):
-            self.work.wait()
-        payloads = [self._checked(rank) for rank in range(len(self.frames))]
-        bad = [rank for rank, payload in enumerate(payloads) if int(payload.nonfinite)]
-        if bad:
-            raise NonFiniteError(f"{where}: NaN or Inf on ranks {bad}.")
-        total = torch.zeros(self.mine.spec.shape)
-        self.codec.decode_add(payloads, total)
-        if int(ops.count_nonfinite(total.view(-1))):
-            raise NonFiniteError(f"{where}: the sum of all ranks leaves float32.")
-        mean, state = self.codec.finish(total / len(payloads), self.state)
-        others = len(payloads) - 1
-        moved = others * self.frames.shape[1]
-        ring = 2 * others * 4 * self.mine.spec.numel // len(payloads)
-        return Reduced(mean, state, moved, moved, ring)
+    def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
+        """That of the codec."""
+        return self.codec.init(spec, device)
 
-    def _checked(self, rank: int) -> Payload:
-        try:
-            payload = wire.unpack(self.frames[rank].numpy(), padded=True)
-        except WireError as error:
-            raise PeerError(f"rank {rank} sent something else than a payload: {error}") from error
-        if _label(payload) != _label(self.mine):
-            raise PeerError(f"rank {rank} sent {_label(payload)}; this rank expected {_label(self.mine)}.")
-        return payload
+    def by_tensor(self, state: State, sizes: Sequence[int]) -> list[State]:
+        """Residuals of each tensor. Any other state is of one tensor."""
+        if len(sizes) == 1 or not state:
+            return [state] * len(sizes)
+        pieces = torch.split(tensor_of(state, "residual").view(-1), list(sizes))
+        return [{"residual": piece} for piece in pieces]
 
+    def from_tensors(self, states: Sequence[State], sizes: Sequence[int]) -> State:
+        """Residuals end to end."""
+        if len(sizes) == 1 or not states[0]:
+            return states[0]
+        return {"residual": torch.cat([tensor_of(state, "residual").reshape(-1) for state in states])}
 
-def _label(payload: Payload) -> str:
-    return f"{payload.codec} of {payload.spec}, step {payload.key.step}, bucket {payload.key.bucket}"
-
-
-@contextmanager
-def _peer_errors(what: str) -> Iterator[None]:
-    """What torch.distributed raises when a peer is gone, as ours."""
-    try:
+    def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
+        """Send one payload to all, and decode those of all."""
+        peers, codec = self.peers, self.codec
+        # Ranks draw different random bits, so that their errors average out; a payload carries its own key.
+        mine, state = codec.encode(x, state, key.fold(peers.rank))
+        out = message(codec, mine)
+        others = [rank for rank in range(peers.size) if rank != peers.rank]
+        into = {rank: room(codec, mine.spec) for rank in others}
+        swap = peers.swap(dict.fromkeys(others, out), into, tag, f"the exchange of {where(key)}")
         yield
-    except RuntimeError as error:
-        raise PeerError(f"{what} failed: {error}") from error
+        swap.wait()
+        into[peers.rank] = out
+        payloads = [payload_of(into[rank], rank, mine.codec, mine.spec, key) for rank in range(peers.size)]
+        check_finite([int(payload.nonfinite) != 0 for payload in payloads], key)
+        total = torch.zeros(mine.spec.shape, device="cpu")
+        codec.decode_add(payloads, total)
+        mean, state = codec.finish(finite_sum(total, key).div_(peers.size), state)
+        moved = len(others) * out.numel()
+        return Reduced(mean.to(x.device), state, moved, moved, ring_bytes(x.numel(), peers.size))

@@ -12,13 +12,11 @@ from typing import Final, NoReturn
 import torch
 import torch.distributed as dist
 
-__all__ = ["RENDEZVOUS", "all_gather", "run_rank"]
+__all__ = ["RENDEZVOUS", "run_rank"]
 
 RENDEZVOUS: Final = "GRADWIRE_RENDEZVOUS"
-"""Environment variable with the path of the file through which ranks of one machine find each other."""
-
-# Renamed in torch 2.13; the old name warns there, the new one is missing before.
-all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Environment variable with the path of the file through which ranks of one machine find each other; without it they
+meet as torchrun says, by MASTER_ADDR and MASTER_PORT."""
 
 
 def run_rank(body: Callable[[int, int], None], *, timeout_s: float = 60.0) -> NoReturn:
@@ -31,9 +29,10 @@ def run_rank(body: Callable[[int, int], None], *, timeout_s: float = 60.0) -> No
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     status = 1
     try:
+        file = os.environ.get(RENDEZVOUS)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{os.environ[RENDEZVOUS]}",
+            init_method=f"file://{file}" if file else "env://",
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=timeout_s),

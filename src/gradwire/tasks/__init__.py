@@ -1,8 +1,10 @@
 """Built-in trainings on real data that needs no download."""
 
+from gradwire.tasks.base import Task, Validation
+from gradwire.tasks.charlm import CharLM
 from gradwire.tasks.digits import Digits
 
-__all__ = ["TASKS", "Digits"]
+__all__ = ["TASKS", "CharLM", "Digits", "Task", "Validation"]
 
-TASKS = {"digits": Digits}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, CharLM)}
 """Tasks by name."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Final
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.extras import require
+from gradwire.tasks.base import Task
 
 __all__ = ["Digits", "DigitsCNN"]
 
@@ -40,27 +41,20 @@ class DigitsCNN(nn.Module):
 
 
 @dataclass(frozen=True)
-class Digits:
-    """The task: model, optimizer, batches and evaluation. Equal seeds give equal runs."""
+class Digits(Task):
+    """Which digit is it? Ranks share a shuffle of the images for each epoch and take turns in it.
 
-    train_images: ClassVar[int] = _TRAIN_IMAGES
-    seed: int = 0
+    >>> images, labels = Digits().batch(0, rank=0, ranks=2)
+    >>> images.shape, labels.shape
+    (torch.Size([32, 1, 32, 32]), torch.Size([32]))
+    >>> Digits().steps(ranks=2)
+    22
+    """
+
+    name: ClassVar[str] = "digits"
+    train_examples: ClassVar[int] = _TRAIN_IMAGES
     batch_size: int = 32
     learning_rate: float = 0.02
-
-    def data(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Training images and labels, test images and labels; the split does not depend on the seed."""
-        digits = require("sklearn.datasets", purpose="the digits task").load_digits()
-        small = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
-        images, labels = F.interpolate(small, scale_factor=4), torch.tensor(digits.target)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
-        train, test = order[:_TRAIN_IMAGES], order[_TRAIN_IMAGES:]
-        return images[train], labels[train], images[test], labels[test]
-
-    def model(self) -> nn.Module:
-        """A fresh model; the same on every rank."""
-        torch.manual_seed(self.seed)
-        return DigitsCNN()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """SGD with momentum."""
@@ -68,11 +62,31 @@ class Digits:
 
     def steps(self, ranks: int) -> int:
         """Steps of an epoch: every rank has whole batches of its own."""
-        return self.train_images // (self.batch_size * ranks)
+        return _TRAIN_IMAGES // self._together(ranks)
 
-    def batches(self, epoch: int, rank: int, ranks: int) -> Iterator[Tensor]:
-        """Indices of this rank's batches of an epoch: ranks share a shuffle and take turns in it."""
-        order = torch.randperm(self.train_images, generator=torch.Generator().manual_seed(self.seed * 10_007 + epoch))
-        for step in range(self.steps(ranks)):
-            start = (step * ranks + rank) * self.batch_size
-            yield order[start : start + self.batch_size]
+    def _network(self) -> nn.Module:
+        return DigitsCNN()
+
+    def _draw(self, step: int, examples: int) -> Tensor:
+        epoch, turn = divmod(step, _TRAIN_IMAGES // examples)
+        order = torch.randperm(_TRAIN_IMAGES, generator=torch.Generator().manual_seed(self.seed * 10_007 + epoch))
+        return order[turn * examples : (turn + 1) * examples]
+
+    def _examples(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        images, labels, _, _ = _data()
+        return images[indices], labels[indices]
+
+    def _held_out(self) -> tuple[Tensor, Tensor]:
+        _, _, images, labels = _data()
+        return images, labels
+
+
+@cache
+def _data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, test images and labels; the split does not depend on the seed."""
+    digits = require("sklearn.datasets", purpose="the digits task").load_digits()
+    small = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    images, labels = F.interpolate(small, scale_factor=4), torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
+    train, test = order[:_TRAIN_IMAGES], order[_TRAIN_IMAGES:]
+    return images[train], labels[train], images[test], labels[test]

@@ -1,6 +1,6 @@
 """One rank of a built-in training, as a process: ``python -m gradwire.tasks.worker SETTINGS``.
 
-Rank, world size and the rendezvous file come from the environment; settings are JSON. Rank 0 prints one JSON object
+Rank, world size and the rendezvous come from the environment; settings are JSON. Rank 0 prints one JSON object
 a line to standard output: an event for each step, and a last one with the result.
 """
 
@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import Gather
+from gradwire.adapters import compress
 from gradwire.collectives.rank import run_rank
 from gradwire.errors import PeerError
-from gradwire.reducer import GradientReducer
 from gradwire.tasks import TASKS
 
 __all__ = ["Settings", "main"]
@@ -34,9 +33,11 @@ class Settings:
     task: str = "digits"
     codec: str = "int4"
     epochs: int = 4
-    batch_size: int = 32
+    steps: int | None = None  # instead of epochs
+    batch_size: int | None = None  # the task's own
     seed: int = 0
     feedback: bool = True
+    timeout_s: float = 60.0
 
 
 def main() -> None:
@@ -46,36 +47,32 @@ def main() -> None:
 
 
 def _train(settings: Settings, rank: int, ranks: int) -> None:
-    task = TASKS[settings.task](seed=settings.seed, batch_size=settings.batch_size)
-    images, labels, test_images, test_labels = task.data()
+    chosen = {} if settings.batch_size is None else {"batch_size": settings.batch_size}
+    task = TASKS[settings.task](seed=settings.seed, **chosen)
+    task.load()
     model = task.model()
     optimizer = task.optimizer(model)
-    reducer = GradientReducer(
-        dict(model.named_parameters()), settings.codec, Gather(), seed=settings.seed, feedback=settings.feedback
+    replica = DistributedDataParallel(model)
+    compression = compress(
+        replica, settings.codec, seed=settings.seed, feedback=settings.feedback, timeout_s=settings.timeout_s
     )
-    total, step = settings.epochs * task.steps(ranks), 0
+    epoch_steps = task.steps(ranks)
+    total = settings.steps or settings.epochs * epoch_steps
     parameters = sum(p.numel() for p in model.parameters())
-    _report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=str(reducer.codec))
+    _report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=compression.method)
     started = time.perf_counter()
-    for epoch in range(settings.epochs):
-        for batch in task.batches(epoch, rank, ranks):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(images[batch]), labels[batch])
-            loss.backward()  # type: ignore[no-untyped-call]
-            traffic = reducer.reduce(step)
-            optimizer.step()
-            step += 1
-            _report(rank, event="step", step=step, epoch=epoch, loss=loss.item(), **asdict(traffic))
+    for step in range(total):
+        inputs, targets = task.batch(step, rank, ranks)
+        optimizer.zero_grad()
+        loss = task.loss(replica, inputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        traffic = asdict(compression.traffic)
+        _report(rank, event="step", step=step + 1, epoch=step // epoch_steps, loss=loss.item(), **traffic)
     seconds = time.perf_counter() - started
-    test_loss, accuracy = _evaluate(model, test_images, test_labels)
+    reached = task.validate(model)
     _check_replicas(model, ranks)
-    _report(rank, event="done", test_loss=test_loss, test_accuracy=accuracy, seconds=seconds)
-
-
-@torch.no_grad()
-def _evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    scores = model(images)
-    return float(F.cross_entropy(scores, labels)), float((scores.argmax(dim=1) == labels).float().mean())
+    _report(rank, event="done", test_loss=reached.loss, test_accuracy=reached.accuracy, seconds=seconds)
 
 
 def _check_replicas(model: nn.Module, ranks: int) -> None:

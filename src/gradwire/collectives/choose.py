@@ -1,0 +1,88 @@
+"""Which collective a codec gets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from gradwire.codecs import Codec, codec
+from gradwire.collectives.base import Collective
+from gradwire.collectives.gather import Gather
+from gradwire.collectives.peers import Peers
+from gradwire.collectives.two_stage import TwoStage
+from gradwire.errors import ConfigError
+from gradwire.transforms import ErrorFeedback, for_training, is_stateful
+from gradwire.wire import TensorSpec
+
+__all__ = ["PowerSGD", "flat_collective", "is_elementwise", "method"]
+
+_POWERSGD: Final = re.compile(r"(powersgd|acp):(\d+)(?:,start=(\d+))?(?:\+(.+))?")
+
+
+def is_elementwise(what: Codec) -> bool:
+    """Whether a codec takes tensors end to end as one: shapes do not matter to it, nor any state but a residual.
+
+    >>> import gradwire
+    >>> [is_elementwise(gradwire.codec(name)) for name in ("int4", "ef(topk:0.01)", "lowrank:4", "ef21(int4)")]
+    [True, True, False, False]
+    """
+    inner = what.inner if isinstance(what, ErrorFeedback) else what
+    square, flat = TensorSpec((256, 256)), TensorSpec((256 * 256,))
+    return not is_stateful(inner) and inner.layout(square).body_nbytes == inner.layout(flat).body_nbytes
+
+
+def flat_collective(peers: Peers, what: Codec) -> Collective:
+    """The collective for a flat tensor: for two ranks a direct exchange has the same bytes in one round."""
+    return Gather(peers, what) if peers.size <= 2 or not is_elementwise(what) else TwoStage(peers, what)
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """How :class:`~gradwire.collectives.low_rank.LowRank` is to reduce: ``powersgd:RANK[,start=STEPS][+FACTORS]``.
+
+    ``acp:`` instead of ``powersgd:`` sends one factor a step, in turn.
+
+    >>> print(method("powersgd:16+int8"), method("acp:8,start=5+int8"), method("powersgd:4"))
+    powersgd:16+int8 acp:8,start=5+int8 powersgd:4
+    """
+
+    rank: int
+    factors: Codec
+    start: int = 10
+    alternate: bool = False
+
+    def __str__(self) -> str:
+        """The string that makes it."""
+        factors = "" if str(self.factors) == "none" else f"+{self.factors}"
+        start = f",start={self.start}" if self.start != 10 else ""
+        return f"{'acp' if self.alternate else 'powersgd'}:{self.rank}{start}{factors}"
+
+    def pays(self, rows: int, columns: int) -> bool:
+        """Whether thin factors have at most half the elements of the matrix."""
+        return 2 * min(self.rank, rows, columns) * (rows + columns) <= rows * columns
+
+
+def method(what: str | Codec | PowerSGD, *, feedback: bool = True) -> Codec | PowerSGD:
+    """What a string for training stands for; biased codecs get error feedback, unless told otherwise.
+
+    >>> import gradwire
+    >>> str(method("topk:0.01"))
+    'ef(topk:0.01)'
+    """
+    if isinstance(what, PowerSGD):
+        return what
+    match = _POWERSGD.fullmatch(what) if isinstance(what, str) else None
+    if match is None:
+        if isinstance(what, str) and what.split(":")[0] in ("powersgd", "acp"):
+            raise ConfigError(
+                f"`codec` must be like 'powersgd:16', 'powersgd:16+int8', 'acp:8,start=20'; got {what!r}."
+            )
+        return for_training(what) if feedback else codec(what)
+    name, rank, start, factors = match.groups()
+    if not 1 <= int(rank) <= 1024:
+        raise ConfigError(f"the rank of '{name}' must be from 1 to 1024; got {rank}.")
+    inner = codec(factors or "none")
+    if not is_elementwise(inner):
+        raise ConfigError(f"the factors of '{name}' must travel in a codec without state; got '{inner}'.")
+    return PowerSGD(int(rank), inner, int(start or 10), name == "acp")

@@ -1,0 +1,197 @@
+"""PowerSGD: the mean of matrices by way of thin factors, which travel quantized (Vogels et al., 2019).
+
+Everybody's rank 4 in float32 costs the bytes of rank 16 in int8, which needs far fewer steps to the same loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs import Codec, State, codec
+from gradwire.collectives.base import Reduced, Reduction, ring_bytes, tensor_of
+from gradwire.collectives.choose import flat_collective
+from gradwire.collectives.peers import Peers
+from gradwire.errors import ConfigError
+from gradwire.kernels import ops
+from gradwire.kernels.law import STREAM_SKETCH
+from gradwire.wire import Key, TensorSpec
+
+__all__ = ["LowRank", "orthogonalize"]
+
+_INT8: Final = codec("int8")
+_SHIFT: Final = 1e-12  # of the trace: keeps the factorization of a matrix without full rank
+_LEAST: Final = 1e-200  # keeps that of zeros, whose factors stay zeros
+
+_FactorReduction: TypeAlias = Generator[None, None, tuple[list[Tensor], Reduced]]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """E = G + e; P = orth(mean(E Q)); Q = mean(Eᵀ P); the mean gradient is P Qᵀ, and e = E - P Qᵀ stays here.
+
+    It reduces the matrices of ``shapes``, one after another in a flat tensor. The means of the factors go through a
+    collective themselves, in the codec ``factors``; the residual keeps what that loses too. The first ``start`` steps
+    are sent in the codec ``early``, for the subspace and the optimizer to settle. With ``alternate`` a step sends one
+    factor only, P and Q in turn (ACP-SGD): half the bytes for more steps.
+
+    >>> from gradwire.collectives.base import run
+    >>> from gradwire.collectives.loopback import Alone
+    >>> low_rank = LowRank(Alone(), ((8, 32),), rank=1, factors=codec("none"), start=0)
+    >>> x = torch.outer(torch.arange(8.0), torch.ones(32)).view(-1)
+    >>> reduced = run(low_rank.reduce(x, low_rank.init(TensorSpec((256,))), Key(), tag=0))
+    >>> torch.allclose(reduced.mean, x, atol=1e-5)
+    True
+    """
+
+    peers: Peers
+    shapes: tuple[tuple[int, int], ...]
+    rank: int = 16
+    factors: Codec = _INT8
+    start: int = 10
+    early: Codec = _INT8
+    alternate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= 1024:
+            raise ConfigError(f"`rank` must be from 1 to 1024; got {self.rank!r}.")
+        if self.start < 0:
+            raise ConfigError(f"`start` must not be negative; got {self.start!r}.")
+
+    def _ranks(self) -> list[int]:
+        return [min(self.rank, *shape) for shape in self.shapes]
+
+    def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
+        """A residual of zeros, and factors that every rank draws alike."""
+        sizes = [columns * rank for (_, columns), rank in zip(self.shapes, self._ranks(), strict=True)]
+        draws = ops.random_bits(Key(), STREAM_SKETCH, sum(sizes), device=torch.device("cpu"))
+        q = (draws.to(torch.float32) * 2.0**-31 - 1.0).to(device or "cpu")
+        state = {"residual": torch.zeros(spec.shape, device=device), "q": q}
+        if self.alternate:
+            rows = [rows * rank for (rows, _), rank in zip(self.shapes, self._ranks(), strict=True)]
+            state["p"] = torch.zeros(sum(rows), device=device)
+        return state
+
+    def by_tensor(self, state: State, sizes: Sequence[int]) -> list[State]:
+        """Residual and factors of each matrix."""
+        residuals = torch.split(tensor_of(state, "residual").view(-1), list(sizes))
+        states: list[dict[str, Tensor | int]] = [{"residual": residual} for residual in residuals]
+        for name, side in self._sides():
+            for each, factor in zip(states, self._thin(tensor_of(state, name), side), strict=True):
+                each[name] = factor.t()
+        return list(states)
+
+    def from_tensors(self, states: Sequence[State], sizes: Sequence[int]) -> State:
+        """Residuals and factors end to end."""
+        names = ["residual", *(name for name, _ in self._sides())]
+        return {name: torch.cat([tensor_of(state, name).reshape(-1) for state in states]) for name in names}
+
+    def _sides(self) -> list[tuple[str, int]]:
+        return [("q", 1), ("p", 0)] if self.alternate else [("q", 1)]
+
+    def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
+        """Reduce the matrices of a flat tensor."""
+        flat = x.reshape(-1)
+        if key.step < self.start:
+            early = yield from flat_collective(self.peers, self.early).reduce(flat, {}, key, tag)
+            return Reduced(
+                early.mean.view(x.shape), state, early.sent_bytes, early.received_bytes, early.dense_sent_bytes
+            )
+        # Not cleaned of NaN: the factors must show it to all ranks.
+        e = flat + tensor_of(state, "residual").view(-1)
+        matrices = self._matrices(e)
+        if self.alternate:
+            return (yield from self._alternating(x, e, matrices, state, key, tag))
+        wide = _normalized(self._thin(tensor_of(state, "q"), 1))
+        p, first = yield from self._mean(ops.thin_products(matrices, wide), key, tag, 0)
+        p = orthogonalize(p)
+        q_new, second = yield from self._mean(ops.thin_transposed_products(matrices, p), key, tag, 1)
+        mean = self._outer(p, q_new, e)
+        moved = (first.sent_bytes + second.sent_bytes, first.received_bytes + second.received_bytes)
+        after = {"residual": e.sub_(mean).view(x.shape), "q": _joined(q_new)}
+        return Reduced(mean.view(x.shape), after, *moved, ring_bytes(flat.numel(), self.peers.size))
+
+    def _alternating(self, x: Tensor, e: Tensor, matrices: list[Tensor], state: State, key: Key, tag: int) -> Reduction:
+        """One factor a step. The residual is what this rank's own factor leaves, known before the reduce."""
+        q, p = tensor_of(state, "q"), tensor_of(state, "p")
+        if (key.step - self.start) % 2 == 0:
+            right = orthogonalize(self._thin(q, 1))
+            mine = ops.thin_products(matrices, right)
+            left, moved = yield from self._mean(mine, key, tag, 0)
+            local, mean = self._outer(mine, right, e), self._outer(left, right, e)
+            p = _joined(left)
+        else:
+            left = orthogonalize(self._thin(p, 0))
+            mine = ops.thin_transposed_products(matrices, left)
+            right, moved = yield from self._mean(mine, key, tag, 0)
+            local, mean = self._outer(left, mine, e), self._outer(left, right, e)
+            q = _joined(right)
+        after = {"residual": e.sub_(local).view(x.shape), "q": q, "p": p}
+        sent = ring_bytes(e.numel(), self.peers.size)
+        return Reduced(mean.view(x.shape), after, moved.sent_bytes, moved.received_bytes, sent)
+
+    def _mean(self, factors: Sequence[Tensor], key: Key, tag: int, which: int) -> _FactorReduction:
+        """The mean of thin factors over all ranks, and what that moved."""
+        # Column by column, so that a block of a quantizer sees values of one magnitude.
+        mine = _joined(factors)
+        collective = flat_collective(self.peers, self.factors)
+        reduced = yield from collective.reduce(mine, {}, key.fold(which), tag + 2 * which)
+        pieces = torch.split(reduced.mean, [each.numel() for each in factors])
+        means = [piece.view(each.shape[1], each.shape[0]).t() for piece, each in zip(pieces, factors, strict=True)]
+        return means, reduced
+
+    def _matrices(self, flat: Tensor) -> list[Tensor]:
+        pieces = torch.split(flat, [rows * columns for rows, columns in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def _thin(self, flat: Tensor, side: int) -> list[Tensor]:
+        """Factors, each (length, rank), of the rows (side 0) or columns (side 1)."""
+        sizes = [(rank, shape[side]) for shape, rank in zip(self.shapes, self._ranks(), strict=True)]
+        pieces = torch.split(flat, [rank * length for rank, length in sizes])
+        return [piece.view(size).t() for piece, size in zip(pieces, sizes, strict=True)]
+
+    def _outer(self, left: Sequence[Tensor], right: Sequence[Tensor], like: Tensor) -> Tensor:
+        mean = torch.empty_like(like)
+        for into, p, q in zip(self._matrices(mean), left, right, strict=True):
+            torch.mm(p, q.t(), out=into)
+        return mean
+
+
+def orthogonalize(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormal columns that span those given, of all factors at once: by Cholesky's decomposition, twice.
+
+    What has no direction stays zero, or small: never NaN.
+
+    >>> p, zero = orthogonalize([torch.tensor([[3.0, 1.0], [4.0, 1.0]]), torch.zeros(5, 2)])
+    >>> (p.T @ p).round(decimals=5).abs(), float(zero.abs().max())
+    (tensor([[1., 0.],
+            [0., 1.]]), 0.0)
+    """
+    wide = [factor.to(torch.float64) for factor in factors]
+    by_rank: dict[int, list[int]] = {}
+    for i, factor in enumerate(wide):
+        by_rank.setdefault(factor.shape[1], []).append(i)
+    for rank, members in by_rank.items():
+        unit = torch.eye(rank, dtype=torch.float64, device=wide[0].device)
+        for _ in range(2):
+            gram = torch.stack([wide[i].t() @ wide[i] for i in members])
+            trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
+            lower, _ = torch.linalg.cholesky_ex(gram + (_SHIFT * trace + _LEAST)[:, None, None] * unit)
+            inverse = torch.linalg.solve_triangular(lower, unit.expand_as(lower), upper=False)
+            for i, each in zip(members, inverse, strict=True):
+                wide[i] = wide[i] @ each.t()
+    return [factor.to(torch.float32) for factor in wide]
+
+
+def _normalized(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Columns of length one: otherwise the products would be squares, and vanish or overflow."""
+    return [factor / factor.norm(dim=0, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) for factor in factors]
+
+
+def _joined(factors: Sequence[Tensor]) -> Tensor:
+    """The columns of all factors, one after another."""
+    return torch.cat([factor.t().reshape(-1) for factor in factors])

@@ -1,0 +1,75 @@
+"""Reductions under way at once, on threads of their own: while one waits for the network, others encode and decode."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from typing import TypeAlias
+
+import torch
+
+from gradwire.collectives.base import Reduced, Reduction
+from gradwire.errors import NonFiniteError
+
+__all__ = ["Pipeline"]
+
+_Job: TypeAlias = tuple[Reduction, "Future[Reduced]"]
+
+
+class Pipeline:
+    """A thread for each stage of a reduction. Every stage takes the reductions in the order they were submitted in.
+
+    So all ranks wait for the same messages in the same order, whichever reductions are under way. After a reduction
+    has failed all later ones fail with its error, for the ranks may no longer be in step.
+
+    >>> import torch, gradwire
+    >>> from gradwire.collectives import Gather
+    >>> from gradwire.collectives.loopback import Alone
+    >>> pipeline = Pipeline()
+    >>> gather = Gather(Alone(), gradwire.codec("none"))
+    >>> pipeline.submit(gather.reduce(torch.ones(2), {}, gradwire.Key(), tag=0)).result().mean
+    tensor([1., 1.])
+    >>> pipeline.close()
+    """
+
+    def __init__(self) -> None:
+        self._queues: list[queue.SimpleQueue[_Job | None]] = []
+        self._error: BaseException | None = None
+        self._threads = torch.get_num_threads()
+
+    def submit(self, reduction: Reduction) -> Future[Reduced]:
+        """Start a reduction; its result, or its error, comes with the future."""
+        future: Future[Reduced] = Future()
+        self._pass(0, (reduction, future))
+        return future
+
+    def close(self) -> None:
+        """End the threads once they have done what was submitted."""
+        for each in self._queues:
+            each.put(None)
+        self._queues.clear()
+
+    def _pass(self, stage: int, job: _Job) -> None:
+        if stage == len(self._queues):
+            self._queues.append(queue.SimpleQueue())
+            arguments = (stage, self._queues[stage])
+            threading.Thread(target=self._run, args=arguments, name=f"gradwire-{stage}", daemon=True).start()
+        self._queues[stage].put(job)
+
+    def _run(self, stage: int, jobs: queue.SimpleQueue[_Job | None]) -> None:
+        torch.set_num_threads(self._threads)
+        while (job := jobs.get()) is not None:
+            reduction, future = job
+            try:
+                if self._error is not None:
+                    raise self._error
+                next(reduction)
+            except StopIteration as stop:
+                future.set_result(stop.value)
+            except BaseException as error:
+                if not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
+                    self._error = self._error or error
+                future.set_exception(error)
+            else:
+                self._pass(stage + 1, job)

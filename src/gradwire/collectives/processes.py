@@ -1,0 +1,136 @@
+"""The ranks of a torch.distributed process group, and who is to blame when one is gone."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.errors import ConfigError, PeerError
+
+__all__ = ["ProcessPeers"]
+
+_GRACE_S: Final = 3.0  # for the others to notice the same and say so
+_POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True)
+class ProcessPeers:
+    """A rank of a process group, by gloo's point-to-point messages over a group of its own.
+
+    Messages carry tags, so several reductions are under way at once in any order and never meet those of the program.
+    """
+
+    group: dist.ProcessGroup
+    name: str  # the same on every rank: where accusations are left in the store
+    timeout_s: float
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> ProcessPeers:
+        """Make a group of the same ranks for gradwire's messages. Every rank of the group must call it."""
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialized: call torch.distributed.init_process_group first.")
+        if not timeout_s > 0:
+            raise ConfigError(f"`timeout_s` must be above 0; got {timeout_s!r}.")
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        own = dist.new_group(
+            ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=len(ranks) > 1
+        )
+        assert own is not None
+        return cls(own, f"gradwire/{own.group_name}", timeout_s)
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return dist.get_world_size(self.group)
+
+    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int, what: str) -> _Messages:
+        """Start to send and to receive; the nearest rank above this one first, so that not all send to one."""
+
+        def nearest(ranks: Mapping[int, Tensor]) -> list[int]:
+            return sorted(ranks, key=lambda rank: (rank - self.rank) % self.size)
+
+        messages = _Messages(self, what, {**into}, {**out})
+        for rank in nearest(into):
+            messages.start(dist.irecv, rank, into[rank], tag, group_src=rank)
+        for rank in nearest(out):
+            messages.start(dist.isend, rank, out[rank], tag, group_dst=rank)
+        return messages
+
+    def blame(self, rank: int, error: Exception, what: str) -> PeerError:
+        """The error that names the rank to blame: this one's peer is often only waiting for, or gone after, another.
+
+        Each rank leaves its accusation in the store. The culprit is the end of the chain: accused, and accusing nobody.
+        """
+        why = "did not answer in time" if "imed out" in str(error) else "is gone"
+        verdict: list[int] = []
+        asking = threading.Thread(target=self._ask, args=(rank, verdict), daemon=True)
+        asking.start()
+        asking.join(_GRACE_S + 2.0)
+        # A store that does not answer is gone with the process that kept it, which is the first rank's.
+        culprit = verdict[0] if verdict else 0
+        seen = "" if culprit == rank else f" (noticed by way of rank {rank})"
+        return PeerError(f"{what} failed: rank {culprit} {why}{seen}. {_reason(error)}")
+
+    def _ask(self, accused: int, verdict: list[int]) -> None:
+        with suppress(RuntimeError):  # the store is gone
+            verdict.append(self._culprit(accused))
+
+    def _culprit(self, accused: int) -> int:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{self.name}/{self.rank}", str(accused))
+        accusations = {self.rank: accused}
+        end = time.monotonic() + _GRACE_S
+        while time.monotonic() < end and len(accusations) < self.size - 1:
+            for rank in range(self.size):
+                key = f"{self.name}/{rank}"
+                if rank not in accusations and store.check([key]):
+                    accusations[rank] = int(store.get(key))
+            time.sleep(_POLL_S)
+        culprit, passed = accused, {self.rank}
+        while culprit in accusations and culprit not in passed:
+            passed.add(culprit)
+            culprit = accusations[culprit]
+        return culprit
+
+
+@dataclass
+class _Messages:
+    peers: ProcessPeers
+    what: str
+    into: Mapping[int, Tensor]  # kept alive until they have arrived
+    out: Mapping[int, Tensor]
+    works: list[tuple[int, dist.Work]] = field(default_factory=list)
+
+    def start(self, how: Any, rank: int, data: Tensor, tag: int, **where: int) -> None:
+        try:
+            self.works.append((rank, how(data, group=self.peers.group, tag=tag, **where)))
+        except RuntimeError as error:
+            raise self.peers.blame(rank, error, self.what) from error
+
+    def wait(self) -> None:
+        for rank, work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.peers.blame(rank, error, self.what) from error
+        self.works.clear()
+
+
+def _reason(error: Exception) -> str:
+    """What gloo says, without the place in its sources."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[\S*\] ", "", lines[0])

@@ -1,0 +1,184 @@
+"""Slices to their owners, and the owners' means to everybody: the bytes of a ring, two encodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs import EMPTY, Codec, State
+from gradwire.collectives.base import (
+    Reduced,
+    Reduction,
+    check_finite,
+    message,
+    payload_of,
+    ring_bytes,
+    room,
+    tensor_of,
+    where,
+)
+from gradwire.collectives.peers import Peers
+from gradwire.errors import ConfigError, NonFiniteError
+from gradwire.kernels import ops
+from gradwire.transforms import ErrorFeedback, is_stateful
+from gradwire.wire import Key, Payload, TensorSpec
+
+__all__ = ["TwoStage", "slices"]
+
+_ALIGNMENT: Final = 1024  # elements: whole blocks of nearly all codecs, so that slicing costs no scales
+
+
+def slices(numel: int, ranks: int) -> list[slice]:
+    """The slice of each rank: equal ones of whole blocks, the last shorter or empty.
+
+    >>> slices(5000, 3)
+    [slice(0, 2048, None), slice(2048, 4096, None), slice(4096, 5000, None)]
+    """
+    each = -(-numel // (ranks * _ALIGNMENT)) * _ALIGNMENT
+    return [slice(min(numel, rank * each), min(numel, (rank + 1) * each)) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class TwoStage:
+    """Each rank encodes the others' slices for them; the owner of a slice sums it in float32 and encodes the mean once.
+
+    The owner uses its own decoded bytes, so that all ranks have the same. With error feedback a rank keeps what its
+    encodes lost, and an owner what the encode of the mean lost: nothing ever is.
+
+    >>> from gradwire import codec
+    >>> from gradwire.collectives.base import run
+    >>> from gradwire.collectives.loopback import Alone
+    >>> two_stage = TwoStage(Alone(), codec("none"))
+    >>> run(two_stage.reduce(torch.arange(3.0), {}, Key(), tag=0)).mean
+    tensor([0., 1., 2.])
+    """
+
+    peers: Peers
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if is_stateful(self._inner):
+            raise ConfigError(f"`codec` must have no state but error feedback's, to be sliced; got '{self.codec}'.")
+
+    @property
+    def _feedback(self) -> ErrorFeedback | None:
+        return self.codec if isinstance(self.codec, ErrorFeedback) else None
+
+    @property
+    def _inner(self) -> Codec:
+        return self._feedback.inner if self._feedback else self.codec
+
+    def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
+        """Residuals of zeros: of what this rank sends, and of the slice it owns."""
+        if self._feedback is None:
+            return EMPTY
+        own = slices(spec.numel, self.peers.size)[self.peers.rank]
+        return {
+            "residual": torch.zeros(spec.shape, device=device),
+            "owned": torch.zeros(own.stop - own.start, device=device),
+        }
+
+    def by_tensor(self, state: State, sizes: Sequence[int]) -> list[State]:
+        """Residuals of each tensor, and the part of the owned slice that lies in it."""
+        if self._feedback is None:
+            return [EMPTY] * len(sizes)
+        own = slices(sum(sizes), self.peers.size)[self.peers.rank]
+        residuals, owned = torch.split(tensor_of(state, "residual").view(-1), list(sizes)), tensor_of(state, "owned")
+        result: list[State] = []
+        for residual, start in zip(residuals, _starts(sizes), strict=True):
+            first, last = max(start, own.start), min(start + residual.numel(), own.stop)
+            piece = owned[max(0, first - own.start) : max(0, last - own.start)]
+            result.append({"residual": residual, "owned": piece, "owned_from": first - start if len(piece) else 0})
+        return result
+
+    def from_tensors(self, states: Sequence[State], sizes: Sequence[int]) -> State:
+        """The state of tensors that may have been part of others before: what was owned and no longer is, is sent."""
+        if self._feedback is None:
+            return EMPTY
+        own = slices(sum(sizes), self.peers.size)[self.peers.rank]
+        residual = torch.cat([tensor_of(state, "residual").reshape(-1) for state in states])
+        owned = residual.new_zeros(own.stop - own.start)
+        for state, start in zip(states, _starts(sizes), strict=True):
+            piece, at = tensor_of(state, "owned"), start + int(state["owned_from"])
+            inside = slice(max(at, own.start), max(at, own.start, min(at + len(piece), own.stop)))
+            # A mean's loss counts once for all ranks; sent by this one alone it is divided by their number.
+            residual[at : at + len(piece)] += piece * self.peers.size
+            residual[inside] -= piece[inside.start - at : inside.stop - at] * self.peers.size
+            owned[inside.start - own.start : inside.stop - own.start] = piece[inside.start - at : inside.stop - at]
+        return {"residual": residual, "owned": owned}
+
+    def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
+        """Reduce a tensor as a flat one."""
+        peers, me, inner = self.peers, self.peers.rank, self._inner
+        flat = x.reshape(-1)
+        parts = slices(flat.numel(), peers.size)
+        specs = [TensorSpec((part.stop - part.start,)) for part in parts]
+        others = [rank for rank in range(peers.size) if rank != me]
+        what = f"the exchange of {where(key)}"
+        feedback, decay = self._feedback is not None, self._feedback.decay if self._feedback else 1.0
+        residual = rest = None
+        if feedback:
+            residual = tensor_of(state, "residual").view(-1)
+            rest = torch.zeros_like(residual)
+
+        # This rank's slices to their owners. Its own takes part as it is.
+        payloads: dict[int, Payload] = {}
+        for rank in others:
+            at = parts[rank]
+            before = None if residual is None else residual[at]
+            payloads[rank], left = inner._payload(
+                flat[at], specs[rank], key.fold(me * peers.size + rank), before, decay
+            )
+            if rest is not None and left is not None:
+                rest[at] = left
+        own, bad = ops.accumulate(flat[parts[me]], None if residual is None else residual[parts[me]], decay)
+        nonfinite = bool(int(bad)) or any(int(payload.nonfinite) for payload in payloads.values())
+        out = {rank: message(inner, payload, nonfinite) for rank, payload in payloads.items()}
+        into = {rank: room(inner, specs[me]) for rank in others}
+        swap = peers.swap(out, into, tag, what)
+        sent, received = _nbytes(out), _nbytes(into)
+        yield
+
+        # The owner: the sum of all, in the order of ranks after its own, in float32.
+        swap.wait()
+        name = payloads[others[0]].codec if others else ""
+        arrived = {rank: payload_of(into[rank], rank, name, specs[me], key) for rank in others}
+        flags = [nonfinite if rank == me else int(arrived[rank].nonfinite) != 0 for rank in range(peers.size)]
+        check_finite(flags, key)
+        own = own.to("cpu")
+        inner.decode_add(list(arrived.values()), own)
+        own.div_(peers.size)
+        owned = tensor_of(state, "owned") if feedback else None
+        mean, left = inner._payload(own, specs[me], key.fold(peers.size * peers.size + me), owned, decay)
+        packed = message(inner, mean)
+        into = {rank: room(inner, specs[rank]) for rank in others}
+        swap = peers.swap(dict.fromkeys(others, packed), into, tag + 1, what)
+        sent, received = sent + len(others) * packed.numel(), received + _nbytes(into)
+        yield
+
+        # The means of all owners.
+        swap.wait()
+        into[me] = packed
+        means = [payload_of(into[rank], rank, mean.codec, specs[rank], key) for rank in range(peers.size)]
+        if any(int(payload.nonfinite) for payload in means):
+            raise NonFiniteError(f"{where(key)}: the sum of all ranks leaves float32.")
+        result = torch.empty(flat.numel(), device="cpu")
+        for part, payload in zip(parts, means, strict=True):
+            inner.decode(payload, out=result[part])
+        after: State = EMPTY
+        if rest is not None and left is not None:
+            after = {"residual": rest.view(x.shape), "owned": left}
+        return Reduced(result.view(x.shape).to(x.device), after, sent, received, ring_bytes(flat.numel(), peers.size))
+
+
+def _starts(sizes: Sequence[int]) -> Iterator[int]:
+    return accumulate(sizes[:-1], initial=0)
+
+
+def _nbytes(messages: dict[int, Tensor]) -> int:
+    return sum(each.numel() for each in messages.values())
