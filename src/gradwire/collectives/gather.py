@@ -21,7 +21,7 @@ from gradwire.collectives.base import (
     tensor_of,
     where,
 )
-from gradwire.collectives.peers import Peers
+from gradwire.collectives.peers import Peers, others
 from gradwire.wire import Key, TensorSpec
 
 __all__ = ["Gather"]
@@ -68,9 +68,10 @@ class Gather:
         # Ranks draw different random bits, so that their errors average out; a payload carries its own key.
         mine, state = codec.encode(x, state, key.fold(peers.rank))
         out = message(codec, mine)
-        others = [rank for rank in range(peers.size) if rank != peers.rank]
-        into = {rank: room(codec, mine.spec) for rank in others}
-        swap = peers.swap(dict.fromkeys(others, out), into, tag, f"the exchange of {where(key)}")
+        into = {rank: room(codec, mine.spec) for rank in others(peers)}
+        swap = peers.swap(into, tag, f"the exchange of {where(key)}")
+        for rank in others(peers):
+            swap.send(rank, out)
         yield
         swap.wait()
         into[peers.rank] = out
@@ -79,5 +80,5 @@ class Gather:
         total = torch.zeros(mine.spec.shape, device="cpu")
         codec.decode_add(payloads, total)
         mean, state = codec.finish(finite_sum(total, key).div_(peers.size), state)
-        moved = len(others) * out.numel()
+        moved = (peers.size - 1) * out.numel()
         return Reduced(mean.to(x.device), state, moved, moved, ring_bytes(x.numel(), peers.size))

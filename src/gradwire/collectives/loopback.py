@@ -28,10 +28,8 @@ class Loopback:
 
     >>> import torch
     >>> one, two = Loopback.ranks(2)
-    >>> inbox = torch.empty(1, dtype=torch.uint8)
-    >>> _ = one.swap({1: torch.tensor([7], dtype=torch.uint8)}, {}, 0, "a test")
-    >>> two.swap({}, {0: inbox}, 0, "a test").wait()
-    >>> inbox
+    >>> one.swap({}, 0, "a test").send(1, torch.tensor([7], dtype=torch.uint8))
+    >>> two.swap({0: torch.empty(1, dtype=torch.uint8)}, 0, "a test").receive(0)
     tensor([7], dtype=torch.uint8)
     """
 
@@ -46,30 +44,33 @@ class Loopback:
         mail = _Mail()
         return [cls(rank, size, timeout_s, mail) for rank in range(size)]
 
-    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int, what: str) -> _Delivery:
-        """Leave messages for the others; ``wait`` collects theirs."""
-        with self.mail.arrived:
-            for to, message in out.items():
-                self.mail.messages[self.rank, to, tag] = message.clone()
-            self.mail.arrived.notify_all()
-        return _Delivery(self, into, tag, what)
+    def swap(self, into: Mapping[int, Tensor], tag: int, what: str) -> _Delivery:
+        """Messages are left for the others at once, and theirs collected when they are received."""
+        return _Delivery(self, dict(into), tag, what)
 
 
 @dataclass(frozen=True)
 class _Delivery:
     peers: Loopback
-    into: Mapping[int, Tensor]
+    into: dict[int, Tensor]
     tag: int
     what: str
 
+    def send(self, rank: int, data: Tensor) -> None:
+        with self.peers.mail.arrived:
+            self.peers.mail.messages[self.peers.rank, rank, self.tag] = data.clone()
+            self.peers.mail.arrived.notify_all()
+
+    def receive(self, rank: int) -> Tensor:
+        mail, key = self.peers.mail, (rank, self.peers.rank, self.tag)
+        with mail.arrived:
+            if not mail.arrived.wait_for(functools.partial(mail.messages.__contains__, key), self.peers.timeout_s):
+                raise PeerError(f"{self.what} failed: rank {rank} sent nothing for {self.peers.timeout_s:g} s.")
+            return self.into.pop(rank).copy_(mail.messages.pop(key))
+
     def wait(self) -> None:
-        mail = self.peers.mail
-        for source, into in self.into.items():
-            key = (source, self.peers.rank, self.tag)
-            with mail.arrived:
-                if not mail.arrived.wait_for(functools.partial(mail.messages.__contains__, key), self.peers.timeout_s):
-                    raise PeerError(f"{self.what}: rank {source} sent nothing for {self.peers.timeout_s:g} s.")
-                into.copy_(mail.messages.pop(key))
+        for rank in list(self.into):
+            self.receive(rank)
 
 
 class Alone(Loopback):

@@ -11,17 +11,28 @@ from torch import Tensor
 
 from gradwire.errors import PeerError
 
-__all__ = ["Peers", "Swap", "agree"]
+__all__ = ["Peers", "Swap", "agree", "others"]
 
 _LINE_BYTES: Final = 512
 _AGREE: Final = "the agreement of all ranks"
 
 
 class Swap(Protocol):
-    """Messages under way."""
+    """One message from each of some ranks, and to each of some: started, and to be waited for.
+
+    Tensors are bytes on the CPU. They must not change before ``wait`` returns.
+    """
+
+    def send(self, rank: int, data: Tensor) -> None:
+        """Start to send a message."""
+        ...
+
+    def receive(self, rank: int) -> Tensor:
+        """Block until a rank's message has arrived; :class:`~gradwire.errors.PeerError` if it is gone or stuck."""
+        ...
 
     def wait(self) -> None:
-        """Block until all have arrived; :class:`~gradwire.errors.PeerError` names a rank that is gone or stuck."""
+        """Block until all messages have arrived, and all sent ones have left."""
         ...
 
 
@@ -38,13 +49,22 @@ class Peers(Protocol):
         """How many there are, this one included."""
         ...
 
-    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int, what: str) -> Swap:
-        """Start to send ``out`` and to receive ``into``: bytes on the CPU, by rank, none of them this rank's.
+    def swap(self, into: Mapping[int, Tensor], tag: int, what: str) -> Swap:
+        """Start to receive a message from each rank of ``into``, none of them this one.
 
-        Messages of equal tags meet, whatever the order they are started in. The tensors must not change before
-        ``wait`` returns. ``what`` is for people, in an error.
+        Messages of equal tags meet, whatever the order they are started in. ``what`` is for people, in an error.
         """
         ...
+
+
+def others(peers: Peers) -> list[int]:
+    """All other ranks, the next one first, so that not all ranks send to the same one.
+
+    >>> from gradwire.collectives.loopback import Loopback
+    >>> others(Loopback(2, 4))
+    [3, 0, 1]
+    """
+    return [(peers.rank + distance) % peers.size for distance in range(1, peers.size)]
 
 
 def agree(peers: Peers, what: str, tag: int = 0) -> None:
@@ -56,9 +76,11 @@ def agree(peers: Peers, what: str, tag: int = 0) -> None:
     mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8, device="cpu")
     text = f"{what[: _LINE_BYTES - 64]} (checksum {crc32(what.encode()):08x})".encode()[:_LINE_BYTES]
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    others = [rank for rank in range(peers.size) if rank != peers.rank]
-    lines = {rank: torch.empty_like(mine) for rank in others}
-    peers.swap(dict.fromkeys(others, mine), lines, tag, _AGREE).wait()
+    lines = {rank: torch.empty_like(mine) for rank in others(peers)}
+    swap = peers.swap(lines, tag, _AGREE)
+    for rank in others(peers):
+        swap.send(rank, mine)
+    swap.wait()
     lines[peers.rank] = mine
     said = [bytes(lines[rank].tolist()).rstrip(b"\0").decode(errors="replace") for rank in range(peers.size)]
     for rank, line in enumerate(said):

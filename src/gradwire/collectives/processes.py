@@ -57,17 +57,11 @@ class ProcessPeers:
         """Ranks of the group."""
         return dist.get_world_size(self.group)
 
-    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int, what: str) -> _Messages:
-        """Start to send and to receive; the nearest rank above this one first, so that not all send to one."""
-
-        def nearest(ranks: Mapping[int, Tensor]) -> list[int]:
-            return sorted(ranks, key=lambda rank: (rank - self.rank) % self.size)
-
-        messages = _Messages(self, what, {**into}, {**out})
-        for rank in nearest(into):
-            messages.start(dist.irecv, rank, into[rank], tag, group_src=rank)
-        for rank in nearest(out):
-            messages.start(dist.isend, rank, out[rank], tag, group_dst=rank)
+    def swap(self, into: Mapping[int, Tensor], tag: int, what: str) -> _Messages:
+        """Start to receive."""
+        messages = _Messages(self, tag, what, dict(into))
+        for rank, data in into.items():
+            messages.works[rank] = messages.start(dist.irecv, rank, data, group_src=rank)
         return messages
 
     def blame(self, rank: int, error: Exception, what: str) -> PeerError:
@@ -107,27 +101,42 @@ class ProcessPeers:
         return culprit
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Messages:
     peers: ProcessPeers
+    tag: int
     what: str
-    into: Mapping[int, Tensor]  # kept alive until they have arrived
-    out: Mapping[int, Tensor]
-    works: list[tuple[int, dist.Work]] = field(default_factory=list)
+    into: dict[int, Tensor]
+    works: dict[int, dist.Work] = field(default_factory=dict)  # by rank: what has not arrived
+    sent: list[tuple[int, Tensor, dist.Work]] = field(default_factory=list)  # kept alive until they have left
 
-    def start(self, how: Any, rank: int, data: Tensor, tag: int, **where: int) -> None:
+    def start(self, how: Any, rank: int, data: Tensor, **where: int) -> dist.Work:
         try:
-            self.works.append((rank, how(data, group=self.peers.group, tag=tag, **where)))
+            work: dist.Work = how(data, group=self.peers.group, tag=self.tag, **where)
         except RuntimeError as error:
             raise self.peers.blame(rank, error, self.what) from error
+        return work
+
+    def send(self, rank: int, data: Tensor) -> None:
+        self.sent.append((rank, data, self.start(dist.isend, rank, data, group_dst=rank)))
+
+    def receive(self, rank: int) -> Tensor:
+        if rank in self.works:
+            self._finish(rank, self.works.pop(rank))
+        return self.into[rank]
 
     def wait(self) -> None:
-        for rank, work in self.works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.peers.blame(rank, error, self.what) from error
-        self.works.clear()
+        for rank in list(self.works):
+            self.receive(rank)
+        while self.sent:
+            rank, _, work = self.sent.pop()
+            self._finish(rank, work)
+
+    def _finish(self, rank: int, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.peers.blame(rank, error, self.what) from error
 
 
 def _reason(error: Exception) -> str:

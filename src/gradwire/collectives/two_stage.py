@@ -22,11 +22,11 @@ from gradwire.collectives.base import (
     tensor_of,
     where,
 )
-from gradwire.collectives.peers import Peers
+from gradwire.collectives.peers import Peers, others
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.kernels import ops
 from gradwire.transforms import ErrorFeedback, is_stateful
-from gradwire.wire import Key, Payload, TensorSpec
+from gradwire.wire import Key, TensorSpec
 
 __all__ = ["TwoStage", "slices"]
 
@@ -115,70 +115,76 @@ class TwoStage:
     def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
         """Reduce a tensor as a flat one."""
         peers, me, inner = self.peers, self.peers.rank, self._inner
-        flat = x.reshape(-1)
+        flat, ranks, what = x.reshape(-1), others(peers), f"the exchange of {where(key)}"
         parts = slices(flat.numel(), peers.size)
         specs = [TensorSpec((part.stop - part.start,)) for part in parts]
-        others = [rank for rank in range(peers.size) if rank != me]
-        what = f"the exchange of {where(key)}"
         feedback, decay = self._feedback is not None, self._feedback.decay if self._feedback else 1.0
-        residual = rest = None
-        if feedback:
-            residual = tensor_of(state, "residual").view(-1)
-            rest = torch.zeros_like(residual)
+        residual = tensor_of(state, "residual").view(-1) if feedback else None
+        rest = None if residual is None else torch.empty_like(residual)
 
-        # This rank's slices to their owners. Its own takes part as it is.
-        payloads: dict[int, Payload] = {}
-        for rank in others:
+        # This rank's slices to their owners, each as soon as it is encoded. Its own takes part as it is.
+        swap = peers.swap({rank: room(inner, specs[me]) for rank in ranks}, tag, what)
+        name, sent = "", 0
+        for rank in ranks:
             at = parts[rank]
             before = None if residual is None else residual[at]
-            payloads[rank], left = inner._payload(
-                flat[at], specs[rank], key.fold(me * peers.size + rank), before, decay
-            )
+            payload, left = inner._payload(flat[at], specs[rank], key.fold(me * peers.size + rank), before, decay)
+            packed = message(inner, payload)
+            swap.send(rank, packed)
+            name, sent = payload.codec, sent + packed.numel()
             if rest is not None and left is not None:
                 rest[at] = left
         own, bad = ops.accumulate(flat[parts[me]], None if residual is None else residual[parts[me]], decay)
-        nonfinite = bool(int(bad)) or any(int(payload.nonfinite) for payload in payloads.values())
-        out = {rank: message(inner, payload, nonfinite) for rank, payload in payloads.items()}
-        into = {rank: room(inner, specs[me]) for rank in others}
-        swap = peers.swap(out, into, tag, what)
-        sent, received = _nbytes(out), _nbytes(into)
+        if rest is not None:
+            rest[parts[me]] = 0
         yield
 
-        # The owner: the sum of all, in the order of ranks after its own, in float32.
-        swap.wait()
-        name = payloads[others[0]].codec if others else ""
-        arrived = {rank: payload_of(into[rank], rank, name, specs[me], key) for rank in others}
-        flags = [nonfinite if rank == me else int(arrived[rank].nonfinite) != 0 for rank in range(peers.size)]
-        check_finite(flags, key)
-        own = own.to("cpu")
-        inner.decode_add(list(arrived.values()), own)
+        # The owner: the sum of all, its own first and then in the order of ranks, in float32; and who sent NaN or Inf.
+        own, received = own.to("cpu"), 0
+        nonfinite = torch.zeros(peers.size, dtype=torch.uint8, device="cpu")
+        nonfinite[me] = int(bad) != 0
+        for rank in sorted(ranks):
+            packed = swap.receive(rank)
+            payload = payload_of(packed, rank, name, specs[me], key)
+            received += packed.numel()
+            if int(payload.nonfinite):
+                nonfinite[rank] = 1
+            else:
+                inner.decode_add(payload, own)
         own.div_(peers.size)
         owned = tensor_of(state, "owned") if feedback else None
         mean, left = inner._payload(own, specs[me], key.fold(peers.size * peers.size + me), owned, decay)
-        packed = message(inner, mean)
-        into = {rank: room(inner, specs[rank]) for rank in others}
-        swap = peers.swap(dict.fromkeys(others, packed), into, tag + 1, what)
-        sent, received = sent + len(others) * packed.numel(), received + _nbytes(into)
+        packed = torch.cat([message(inner, mean), nonfinite])
+        swap.wait()
+        into = {rank: torch.empty(room(inner, specs[rank]).numel() + peers.size, dtype=torch.uint8) for rank in ranks}
+        swap = peers.swap(into, tag + 1, what)
+        for rank in ranks:
+            swap.send(rank, packed)
+        sent += len(ranks) * packed.numel()
         yield
 
-        # The means of all owners.
-        swap.wait()
-        into[me] = packed
-        means = [payload_of(into[rank], rank, mean.codec, specs[rank], key) for rank in range(peers.size)]
-        if any(int(payload.nonfinite) for payload in means):
-            raise NonFiniteError(f"{where(key)}: the sum of all ranks leaves float32.")
+        # The means of all owners, each as it arrives.
         result = torch.empty(flat.numel(), device="cpu")
-        for part, payload in zip(parts, means, strict=True):
-            inner.decode(payload, out=result[part])
+        overflow = False
+        for rank in [*reversed(ranks), me]:
+            told = packed if rank == me else swap.receive(rank)
+            payload = payload_of(told[: -peers.size], rank, mean.codec, specs[rank], key)
+            received += told.numel() if rank != me else 0
+            nonfinite |= told[-peers.size :]
+            if int(payload.nonfinite):
+                overflow = True
+            else:
+                inner.decode(payload, out=result[parts[rank]])
+        swap.wait()
+        check_finite(nonfinite.tolist(), key)
+        if overflow:
+            raise NonFiniteError(f"{where(key)}: the sum of all ranks leaves float32.")
         after: State = EMPTY
         if rest is not None and left is not None:
             after = {"residual": rest.view(x.shape), "owned": left}
-        return Reduced(result.view(x.shape).to(x.device), after, sent, received, ring_bytes(flat.numel(), peers.size))
+        mean_of_all = result.view(x.shape).to(x.device)
+        return Reduced(mean_of_all, after, sent, received, ring_bytes(flat.numel(), peers.size))
 
 
 def _starts(sizes: Sequence[int]) -> Iterator[int]:
     return accumulate(sizes[:-1], initial=0)
-
-
-def _nbytes(messages: dict[int, Tensor]) -> int:
-    return sum(each.numel() for each in messages.values())
