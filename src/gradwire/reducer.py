@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, Literal
 from zlib import crc32
 
@@ -18,12 +19,15 @@ from gradwire.collectives.base import STAGES
 from gradwire.collectives.choose import flat_collective, is_elementwise
 from gradwire.collectives.low_rank import LowRank
 from gradwire.errors import ConfigError, NonFiniteError
+from gradwire.kernels.memory import empty
 from gradwire.wire import Key, TensorSpec
 
 __all__ = ["GradientReducer", "Traffic"]
 
 SMALL: Final = 4096
 """Tensors below this many elements, and vectors, travel together in float32: they cost a message, not bytes."""
+
+_FEW: Final = 1 << 16  # elements of all ranks that are gathered sooner than summed in two rounds
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,13 @@ class Traffic:
 class _Section:
     """Tensors that travel end to end as one."""
 
-    names: list[str]
+    names: list[str]  # in the order of the flat tensor
     shape: tuple[int, ...]
     sizes: list[int]
     number: int  # of the bucket, in keys and errors: the place of its first parameter, so a rebuild keeps it apart
     collective: Collective
     state: State
+    elsewhere: frozenset[str] = frozenset()  # names that travel in another section; zeros stand for them in this one
     next_state: State | None = None  # until the step is taken
 
     def states(self) -> dict[str, State]:
@@ -57,7 +62,7 @@ class _Step:
 
     sections: list[_Section] = field(default_factory=list)
     results: list[Future[Reduced]] = field(default_factory=list)
-    small: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient, and where its mean goes
+    small: dict[str, Tensor] = field(default_factory=dict)  # gradients, and then their means
     waiting: list[_Countdown] = field(default_factory=list)  # for the small tensors, which go with the last bucket
 
     def reduced(self) -> list[Reduced]:
@@ -65,12 +70,10 @@ class _Step:
 
 
 class _Countdown:
-    """Completes a future when so many parts are done, or with the first error."""
+    """Completes a future when so many parts are done, after a last action, or with the first error."""
 
-    def __init__(self, parts: int, done: Future[None]) -> None:
-        self.parts, self.done, self.lock = parts, done, threading.Lock()
-        if parts == 0:
-            done.set_result(None)
+    def __init__(self, parts: int, action: Callable[[], None]) -> None:
+        self.parts, self.action, self.done, self.lock = parts, action, Future[None](), threading.Lock()
 
     def __call__(self, error: BaseException | None) -> None:
         with self.lock:
@@ -80,6 +83,7 @@ class _Countdown:
             if error is not None:
                 self.done.set_exception(error)
             elif self.parts == 0:
+                self.action()
                 self.done.set_result(None)
 
 
@@ -127,6 +131,7 @@ class GradientReducer:
         self._pipeline = Pipeline()
         self._tag = STAGES  # tag 0 was the agreement's
         self._plans: dict[tuple[str, ...], list[_Section]] = {}
+        self._smalls: _Section | None = None
         self._states: dict[str, State] = {}  # of parameters that no plan has yet
         self._scale = scale() if scale else 1.0
         self._step = 0
@@ -161,58 +166,84 @@ class GradientReducer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        self.start(list(self.parameters), gradients, gradients, last=True).result()
+        self.start(list(self.parameters), gradients, last=True).result()
         return self.traffic
 
     # Bucket by bucket.
 
     def start(
-        self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Tensor], *, last: bool
+        self, names: Sequence[str], gradients: Sequence[Tensor], *, last: bool, flat: Tensor | None = None
     ) -> Future[None]:
-        """Start to reduce a bucket of parameters; the future is done when their means have been written to ``means``.
+        """Start to replace the gradients of a bucket of parameters by their means; the future is done when they are.
 
         Every rank starts the same buckets in the same order. ``last`` ends the step: vectors and small tensors of all
-        buckets travel then, so no bucket that has any is done before.
+        buckets travel then, so no bucket that has any is done before. ``flat`` is the memory of the gradients, if they
+        lie end to end: it saves copies.
         """
         if not self._open:
             self._take_step()
         self._open = not last
-        now, done = self._now, Future[None]()
-        rest = {name: (g, m) for name, g, m in zip(names, gradients, means, strict=True)}
-        sections = [(section, [rest.pop(name) for name in section.names]) for section in self._plan(tuple(names))]
-        finish = _Countdown(len(sections) + bool(rest), done)
-        for section, pairs in sections:
-            self._submit(now, section, pairs, [finish])
-        if rest:
-            now.small |= rest
+        now = self._now
+        by_name = dict(zip(names, gradients, strict=True))
+        sections = self._plan(tuple(names))
+        main, others = (sections[0] if sections else None), sections[1:]
+        # What travels apart from the main section is copied, and zeros stand for it there.
+        apart = {name: by_name[name].clone() for name in names if main is None or name in main.elsewhere}
+        small = [name for name in apart if not any(name in section.names for section in others)]
+
+        def put_back() -> None:
+            for name, mean in apart.items():
+                by_name[name].copy_(mean)
+
+        finish = _Countdown((main is not None) + len(others) + bool(small), put_back)
+        if main is not None:
+            for name in main.elsewhere:
+                by_name[name].zero_()
+            in_place = flat if len(main.names) == len(names) and main.shape == (sum(main.sizes),) else None
+            self._submit(now, main, [by_name[name] for name in main.names], [finish], in_place)
+        for section in others:
+            self._submit(now, section, [apart.get(n, by_name[n]) for n in section.names], [finish])
+        if small:
+            now.small |= {name: apart[name] for name in small}
             now.waiting.append(finish)
         if last and now.small:
-            (section,) = self._plan(tuple(now.small), small=True)
-            self._submit(now, section, list(now.small.values()), now.waiting)
-        return done
+            self._submit(now, self._small(tuple(now.small)), list(now.small.values()), now.waiting)
+        return finish.done
 
     def _submit(
-        self, now: _Step, section: _Section, pairs: list[tuple[Tensor, Tensor]], then: list[_Countdown]
+        self,
+        now: _Step,
+        section: _Section,
+        gradients: list[Tensor],
+        then: list[_Countdown],
+        flat: Tensor | None = None,
     ) -> None:
+        """Start to reduce a section. Its means end in the gradients; with ``flat``, their memory, without a copy."""
         key, tag = Key(self.seed, self._step, section.number), self._tag
         self._tag = (self._tag + STAGES) % (1 << 30)
-        computed = _computed(pairs[0][0].device)
+        computed = _computed(gradients[0].device)
+        in_place = flat if flat is not None and flat.dtype == torch.float32 and flat.device.type == "cpu" else None
 
         def reduction() -> Reduction:
             computed()
-            flat = torch.cat([gradient.reshape(-1) for gradient, _ in pairs]).to(torch.float32).view(section.shape)
-            return (yield from section.collective.reduce(flat, section.state, key, tag))
+            x = in_place
+            if x is None:
+                pieces = [gradient.reshape(-1).to(torch.float32) for gradient in gradients]
+                x = torch.cat(pieces, out=empty(sum(section.sizes), torch.float32, pieces[0].device))
+            return (yield from section.collective.reduce(x.view(section.shape), section.state, key, tag, in_place))
 
         def arrived(future: Future[Reduced]) -> None:
             error = future.exception()
             if error is None:
                 section.next_state = future.result().state
-                pieces = torch.split(future.result().mean.view(-1), section.sizes)
-                for piece, (_, mean) in zip(pieces, pairs, strict=True):
-                    mean.copy_(piece.view(mean.shape))
+                if in_place is None:
+                    for piece, gradient in zip(
+                        torch.split(future.result().mean.view(-1), section.sizes), gradients, strict=True
+                    ):
+                        gradient.copy_(piece.view(gradient.shape))
             elif isinstance(error, NonFiniteError) and self.nonfinite == "propagate":
-                for _, mean in pairs:
-                    mean.fill_(torch.nan)
+                for gradient in gradients:
+                    gradient.fill_(torch.nan)
                 error = None
             for countdown in then:
                 countdown(error)
@@ -248,37 +279,71 @@ class GradientReducer:
 
     # Which parameters travel together, and how.
 
-    def _plan(self, names: tuple[str, ...], *, small: bool = False) -> list[_Section]:
-        """Sections of a bucket: of its large tensors, or with ``small`` of tensors that are not."""
+    def _plan(self, names: tuple[str, ...]) -> list[_Section]:
+        """Sections of a bucket's large tensors."""
         if names not in self._plans:
             # Parameters that were in other buckets, before DDP rebuilt them, bring their states.
-            for old in [old for old in self._plans if not small and not set(old).isdisjoint(names)]:
+            for old in [old for old in self._plans if not set(old).isdisjoint(names)]:
                 for section in self._plans.pop(old):
                     self._states |= section.states()
-            self._plans[names] = self._sections(list(names), small)
+            self._plans[names] = self._sections(list(names))
         return self._plans[names]
 
-    def _sections(self, names: list[str], small: bool) -> list[_Section]:
-        if small:
-            return [self._section(names, flat_collective(self.peers, codec("none")))]
-        large = [n for n in names if self.parameters[n].dim() > 1 and self.parameters[n].numel() >= SMALL]
-        if isinstance(self.method, PowerSGD):
-            shapes = {
-                n: (len(self.parameters[n]), self.parameters[n].numel() // len(self.parameters[n])) for n in large
-            }
-            thin = [n for n in large if self.method.pays(*shapes[n])]
-            others = [n for n in large if n not in thin]
-            m = self.method
-            low_rank = LowRank(
-                self.peers, tuple(shapes[n] for n in thin), m.rank, m.factors, m.start, alternate=m.alternate
-            )
-            sections = [self._section(thin, low_rank)] if thin else []
-            return sections + ([self._section(others, flat_collective(self.peers, low_rank.early))] if others else [])
-        if is_elementwise(self.method):
-            return [self._section(large, flat_collective(self.peers, self.method))] if large else []
-        return [self._section([n], Gather(self.peers, self.method), self.parameters[n].shape) for n in large]
+    def _small(self, names: tuple[str, ...]) -> _Section:
+        """The section of the small tensors of all buckets, which has no state."""
+        if self._smalls is None or tuple(self._smalls.names) != names:
+            self._smalls = self._section(list(names), self._small_collective(list(names)))
+        return self._smalls
 
-    def _section(self, names: list[str], collective: Collective, shape: Sequence[int] | None = None) -> _Section:
+    def _sections(self, names: list[str]) -> list[_Section]:
+        """The section of the bucket's own memory first, if there is one."""
+        large = [n for n in names if self.parameters[n].dim() > 1 and self.parameters[n].numel() >= SMALL]
+        if not large:
+            return []
+        if isinstance(self.method, PowerSGD):
+            return self._low_rank_sections(self.method, names, large)
+        if is_elementwise(self.method):
+            return [self._section(names, flat_collective(self.peers, self.method), elsewhere=set(names) - set(large))]
+        sections = [self._section([n], Gather(self.peers, self.method), self.parameters[n].shape) for n in large]
+        sections[0].elsewhere = frozenset(set(names) - {large[0]})
+        return sections
+
+    def _low_rank_sections(self, how: PowerSGD, names: list[str], large: list[str]) -> list[_Section]:
+        sizes = [self.parameters[n].numel() for n in names]
+        starts = dict(zip(names, accumulate(sizes, initial=0), strict=False))
+        shapes = {n: (len(self.parameters[n]), self.parameters[n].numel() // len(self.parameters[n])) for n in large}
+        thin = [n for n in large if how.pays(*shapes[n])]
+        others = [n for n in large if n not in thin]
+        sections = []
+        if thin:
+            collective = LowRank(
+                self.peers,
+                tuple(shapes[n] for n in thin),
+                tuple(starts[n] for n in thin),
+                how.rank,
+                how.factors,
+                how.start,
+                alternate=how.alternate,
+            )
+            sections.append(self._section(names, collective, elsewhere=set(names) - set(thin)))
+        if others:
+            elsewhere = set(names) - set(others) if not thin else set()
+            collective_of_others = flat_collective(self.peers, codec("int8"))
+            sections.append(self._section(others, collective_of_others, elsewhere=elsewhere))
+        return sections
+
+    def _small_collective(self, names: list[str]) -> Collective:
+        """One round instead of two where bytes are so few that only rounds count."""
+        few = sum(self.parameters[n].numel() for n in names) * self.peers.size <= _FEW
+        return Gather(self.peers, codec("none")) if few else flat_collective(self.peers, codec("none"))
+
+    def _section(
+        self,
+        names: list[str],
+        collective: Collective,
+        shape: Sequence[int] | None = None,
+        elsewhere: Collection[str] = (),
+    ) -> _Section:
         sizes = [self.parameters[name].numel() for name in names]
         spec = TensorSpec(tuple(shape) if shape is not None else (sum(sizes),))
         known = [self._states.pop(name) for name in names if name in self._states]
@@ -286,7 +351,8 @@ class GradientReducer:
             raise ConfigError(f"some of the parameters {names} have a state and some have none.")
         device = self.parameters[names[0]].device if isinstance(collective, Gather) else "cpu"
         state = collective.from_tensors(known, sizes) if known else collective.init(spec, device)
-        return _Section(names, spec.shape, sizes, self._places[names[0]], collective, state)
+        place = self._places[names[0]]
+        return _Section(names, spec.shape, sizes, place, collective, state, frozenset(elsewhere))
 
     # State.
 

@@ -142,6 +142,6 @@ def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[
             result.set_exception(error)  # type: ignore[arg-type]
 
     names = [compression._names[parameter] for parameter in bucket.parameters()]
-    gradients = bucket.gradients()
-    compression._reducer.start(names, gradients, gradients, last=bucket.is_last()).add_done_callback(finish)
+    reducing = compression._reducer.start(names, bucket.gradients(), last=bucket.is_last(), flat=buffer)
+    reducing.add_done_callback(finish)
     return result

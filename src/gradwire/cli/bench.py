@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwire import benchmarks
 from gradwire.benchmarks import plot
 from gradwire.benchmarks.codecs import GROUPS, Notify, Report, Result, Settings
+from gradwire.cli import bench_train
 from gradwire.cli.output import JsonOption, errors, print_json, show, table
 from gradwire.codecs import Codec, codec, registered
 from gradwire.codecs.sparse import Sparse, index_nbytes
@@ -27,7 +28,9 @@ from gradwire.wire import TensorSpec
 
 __all__ = ["bench"]
 
-bench = typer.Typer(help="Measure: what codecs weigh, and how fast they are here.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure: what codecs weigh, how fast they are here, and what training gains.", no_args_is_help=True
+)
 
 _MOST_ELEMENTS: Final = 100_000_000
 _CHAINS: Final = ("topk:0.001", "topk:0.01+int8", "topk:0.01+int4", "blocktopk:0.01+int4", "randomk:0.1+int4")
@@ -39,6 +42,9 @@ _QUICK_ROUNDS: Final = 3
 @bench.callback()
 def _group() -> None:
     pass
+
+
+bench.command("train")(bench_train.train)
 
 
 @bench.command("codecs")

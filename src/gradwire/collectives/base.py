@@ -14,6 +14,7 @@ from gradwire.codecs import Codec, State
 from gradwire.collectives.peers import Peers
 from gradwire.errors import ConfigError, NonFiniteError, PeerError, WireError
 from gradwire.kernels import ops
+from gradwire.kernels.memory import empty
 from gradwire.wire import Key, Payload, TensorSpec
 
 __all__ = [
@@ -22,9 +23,11 @@ __all__ = [
     "Reduced",
     "Reduction",
     "check_finite",
+    "delivered",
     "finite_sum",
     "message",
     "payload_of",
+    "result_tensor",
     "ring_bytes",
     "room",
     "run",
@@ -71,8 +74,10 @@ class Collective(Protocol):
         """The state of tensors that are to be reduced as one. Nothing is lost, whatever they were part of before."""
         ...
 
-    def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
+    def reduce(self, x: Tensor, state: State, key: Key, tag: int, out: Tensor | None = None) -> Reduction:
         """Reduce a float32 tensor. ``tag`` is the same on every rank; the ``STAGES`` tags from it on are this one's.
+
+        The mean is written to ``out`` if there is one: a flat tensor, which may be ``x`` itself.
 
         Raises on every rank in the same reduction if any rank's tensor holds NaN or Inf.
         """
@@ -120,7 +125,7 @@ def where(key: Key) -> str:
 
 def room(codec: Codec, spec: TensorSpec) -> Tensor:
     """A message for a payload: of the same size on every rank, though a frame may be shorter."""
-    return torch.empty(codec.layout(spec).nbytes, dtype=torch.uint8, device="cpu")
+    return empty(codec.layout(spec).nbytes, torch.uint8, torch.device("cpu"))
 
 
 def message(codec: Codec, payload: Payload, nonfinite: bool | None = None) -> Tensor:
@@ -147,6 +152,22 @@ def payload_of(packed: Tensor, rank: int, codec: str, spec: TensorSpec, key: Key
 
 def _label(codec: str, spec: TensorSpec, step: int, bucket: int) -> str:
     return f"{codec} of {spec}, step {step}, bucket {bucket}"
+
+
+def result_tensor(out: Tensor | None, numel: int) -> Tensor:
+    """Where to write a mean: to ``out`` if it is a place for it."""
+    if out is not None and out.device.type == "cpu" and out.is_contiguous() and out.dtype == torch.float32:
+        return out.view(-1)
+    return empty(numel, torch.float32, torch.device("cpu"))
+
+
+def delivered(mean: Tensor, out: Tensor | None, like: Tensor) -> Tensor:
+    """The mean as the caller wants it: in ``out``, or on the device of the tensor given."""
+    if out is None:
+        return mean.view(like.shape).to(like.device)
+    if out.data_ptr() != mean.data_ptr():
+        out.copy_(mean.view(out.shape))
+    return out.view(like.shape)
 
 
 def finite_sum(total: Tensor, key: Key) -> Tensor:

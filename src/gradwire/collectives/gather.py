@@ -13,9 +13,11 @@ from gradwire.collectives.base import (
     Reduced,
     Reduction,
     check_finite,
+    delivered,
     finite_sum,
     message,
     payload_of,
+    result_tensor,
     ring_bytes,
     room,
     tensor_of,
@@ -62,23 +64,23 @@ class Gather:
             return states[0]
         return {"residual": torch.cat([tensor_of(state, "residual").reshape(-1) for state in states])}
 
-    def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
+    def reduce(self, x: Tensor, state: State, key: Key, tag: int, out: Tensor | None = None) -> Reduction:
         """Send one payload to all, and decode those of all."""
         peers, codec = self.peers, self.codec
         # Ranks draw different random bits, so that their errors average out; a payload carries its own key.
         mine, state = codec.encode(x, state, key.fold(peers.rank))
-        out = message(codec, mine)
+        packed = message(codec, mine)
         into = {rank: room(codec, mine.spec) for rank in others(peers)}
         swap = peers.swap(into, tag, f"the exchange of {where(key)}")
         for rank in others(peers):
-            swap.send(rank, out)
+            swap.send(rank, packed)
         yield
         swap.wait()
-        into[peers.rank] = out
+        into[peers.rank] = packed
         payloads = [payload_of(into[rank], rank, mine.codec, mine.spec, key) for rank in range(peers.size)]
         check_finite([int(payload.nonfinite) != 0 for payload in payloads], key)
-        total = torch.zeros(mine.spec.shape, device="cpu")
+        total = result_tensor(out, x.numel()).zero_().view(mine.spec.shape)
         codec.decode_add(payloads, total)
         mean, state = codec.finish(finite_sum(total, key).div_(peers.size), state)
-        moved = (peers.size - 1) * out.numel()
-        return Reduced(mean.to(x.device), state, moved, moved, ring_bytes(x.numel(), peers.size))
+        moved = (peers.size - 1) * packed.numel()
+        return Reduced(delivered(mean, out, x), state, moved, moved, ring_bytes(x.numel(), peers.size))

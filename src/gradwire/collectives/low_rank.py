@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs import Codec, State, codec
-from gradwire.collectives.base import Reduced, Reduction, ring_bytes, tensor_of
+from gradwire.collectives.base import Reduced, Reduction, delivered, result_tensor, ring_bytes, tensor_of
 from gradwire.collectives.choose import flat_collective
 from gradwire.collectives.peers import Peers
 from gradwire.errors import ConfigError
 from gradwire.kernels import ops
 from gradwire.kernels.law import STREAM_SKETCH
+from gradwire.kernels.memory import empty
 from gradwire.wire import Key, TensorSpec
 
 __all__ = ["LowRank", "orthogonalize"]
@@ -34,7 +36,7 @@ _FactorReduction: TypeAlias = Generator[None, None, tuple[list[Tensor], Reduced]
 class LowRank:
     """E = G + e; P = orth(mean(E Q)); Q = mean(Eᵀ P); the mean gradient is P Qᵀ, and e = E - P Qᵀ stays here.
 
-    It reduces the matrices of ``shapes``, one after another in a flat tensor. The means of the factors go through a
+    It reduces the matrices of ``shapes`` in a flat tensor. The means of the factors go through a
     collective themselves, in the codec ``factors``; the residual keeps what that loses too. The first ``start`` steps
     are sent in the codec ``early``, for the subspace and the optimizer to settle. With ``alternate`` a step sends one
     factor only, P and Q in turn (ACP-SGD): half the bytes for more steps.
@@ -50,6 +52,7 @@ class LowRank:
 
     peers: Peers
     shapes: tuple[tuple[int, int], ...]
+    places: tuple[int, ...] | None = None  # where each begins; one after another unless given, and zeros between
     rank: int = 16
     factors: Codec = _INT8
     start: int = 10
@@ -77,62 +80,80 @@ class LowRank:
         return state
 
     def by_tensor(self, state: State, sizes: Sequence[int]) -> list[State]:
-        """Residual and factors of each matrix."""
+        """Residual and factors of each matrix; what lies between has a residual of zeros."""
         residuals = torch.split(tensor_of(state, "residual").view(-1), list(sizes))
         states: list[dict[str, Tensor | int]] = [{"residual": residual} for residual in residuals]
         for name, side in self._sides():
-            for each, factor in zip(states, self._thin(tensor_of(state, name), side), strict=True):
-                each[name] = factor.t()
+            for i, factor in zip(self._members(sizes), self._thin(tensor_of(state, name), side), strict=True):
+                states[i][name] = factor.t()
         return list(states)
 
     def from_tensors(self, states: Sequence[State], sizes: Sequence[int]) -> State:
         """Residuals and factors end to end."""
-        names = ["residual", *(name for name, _ in self._sides())]
-        return {name: torch.cat([tensor_of(state, name).reshape(-1) for state in states]) for name in names}
+        state = {"residual": torch.cat([tensor_of(each, "residual").reshape(-1) for each in states])}
+        for name, _ in self._sides():
+            state[name] = torch.cat([tensor_of(states[i], name).reshape(-1) for i in self._members(sizes)])
+        return state
+
+    def _members(self, sizes: Sequence[int]) -> list[int]:
+        """Which of the tensors are the matrices."""
+        if self.places is None:
+            return list(range(len(sizes)))
+        starts = list(accumulate(sizes[:-1], initial=0))
+        return [starts.index(place) for place in self.places]
 
     def _sides(self) -> list[tuple[str, int]]:
         return [("q", 1), ("p", 0)] if self.alternate else [("q", 1)]
 
-    def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
+    def reduce(self, x: Tensor, state: State, key: Key, tag: int, out: Tensor | None = None) -> Reduction:
         """Reduce the matrices of a flat tensor."""
         flat = x.reshape(-1)
         if key.step < self.start:
-            early = yield from flat_collective(self.peers, self.early).reduce(flat, {}, key, tag)
+            early = yield from flat_collective(self.peers, self.early).reduce(flat, {}, key, tag, out)
             return Reduced(
                 early.mean.view(x.shape), state, early.sent_bytes, early.received_bytes, early.dense_sent_bytes
             )
         # Not cleaned of NaN: the factors must show it to all ranks.
-        e = flat + tensor_of(state, "residual").view(-1)
+        residual = tensor_of(state, "residual").view(-1)
+        e = torch.add(flat, residual, out=empty(flat.numel(), torch.float32, flat.device))
         matrices = self._matrices(e)
         if self.alternate:
-            return (yield from self._alternating(x, e, matrices, state, key, tag))
+            return (yield from self._alternating(x, e, matrices, state, key, tag, out))
         wide = _normalized(self._thin(tensor_of(state, "q"), 1))
         p, first = yield from self._mean(ops.thin_products(matrices, wide), key, tag, 0)
         p = orthogonalize(p)
         q_new, second = yield from self._mean(ops.thin_transposed_products(matrices, p), key, tag, 1)
-        mean = self._outer(p, q_new, e)
+        mean = self._outer(p, q_new, result_tensor(out, flat.numel()))
         moved = (first.sent_bytes + second.sent_bytes, first.received_bytes + second.received_bytes)
         after = {"residual": e.sub_(mean).view(x.shape), "q": _joined(q_new)}
-        return Reduced(mean.view(x.shape), after, *moved, ring_bytes(flat.numel(), self.peers.size))
+        return Reduced(delivered(mean, out, x), after, *moved, ring_bytes(flat.numel(), self.peers.size))
 
-    def _alternating(self, x: Tensor, e: Tensor, matrices: list[Tensor], state: State, key: Key, tag: int) -> Reduction:
+    def _alternating(
+        self, x: Tensor, e: Tensor, matrices: list[Tensor], state: State, key: Key, tag: int, out: Tensor | None
+    ) -> Reduction:
         """One factor a step. The residual is what this rank's own factor leaves, known before the reduce."""
         q, p = tensor_of(state, "q"), tensor_of(state, "p")
         if (key.step - self.start) % 2 == 0:
             right = orthogonalize(self._thin(q, 1))
             mine = ops.thin_products(matrices, right)
             left, moved = yield from self._mean(mine, key, tag, 0)
-            local, mean = self._outer(mine, right, e), self._outer(left, right, e)
+            local, mean = (
+                self._outer(mine, right, torch.empty_like(e)),
+                self._outer(left, right, result_tensor(out, e.numel())),
+            )
             p = _joined(left)
         else:
             left = orthogonalize(self._thin(p, 0))
             mine = ops.thin_transposed_products(matrices, left)
             right, moved = yield from self._mean(mine, key, tag, 0)
-            local, mean = self._outer(left, mine, e), self._outer(left, right, e)
+            local, mean = (
+                self._outer(left, mine, torch.empty_like(e)),
+                self._outer(left, right, result_tensor(out, e.numel())),
+            )
             q = _joined(right)
         after = {"residual": e.sub_(local).view(x.shape), "q": q, "p": p}
         sent = ring_bytes(e.numel(), self.peers.size)
-        return Reduced(mean.view(x.shape), after, moved.sent_bytes, moved.received_bytes, sent)
+        return Reduced(delivered(mean, out, x), after, moved.sent_bytes, moved.received_bytes, sent)
 
     def _mean(self, factors: Sequence[Tensor], key: Key, tag: int, which: int) -> _FactorReduction:
         """The mean of thin factors over all ranks, and what that moved."""
@@ -145,8 +166,12 @@ class LowRank:
         return means, reduced
 
     def _matrices(self, flat: Tensor) -> list[Tensor]:
-        pieces = torch.split(flat, [rows * columns for rows, columns in self.shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        sizes = [rows * columns for rows, columns in self.shapes]
+        places = self.places if self.places is not None else accumulate(sizes[:-1], initial=0)
+        return [
+            flat[place : place + size].view(shape)
+            for place, size, shape in zip(places, sizes, self.shapes, strict=True)
+        ]
 
     def _thin(self, flat: Tensor, side: int) -> list[Tensor]:
         """Factors, each (length, rank), of the rows (side 0) or columns (side 1)."""
@@ -154,11 +179,12 @@ class LowRank:
         pieces = torch.split(flat, [rank * length for rank, length in sizes])
         return [piece.view(size).t() for piece, size in zip(pieces, sizes, strict=True)]
 
-    def _outer(self, left: Sequence[Tensor], right: Sequence[Tensor], like: Tensor) -> Tensor:
-        mean = torch.empty_like(like)
-        for into, p, q in zip(self._matrices(mean), left, right, strict=True):
-            torch.mm(p, q.t(), out=into)
-        return mean
+    def _outer(self, left: Sequence[Tensor], right: Sequence[Tensor], into: Tensor) -> Tensor:
+        if self.places is not None:
+            into.zero_()
+        for matrix, p, q in zip(self._matrices(into), left, right, strict=True):
+            torch.mm(p, q.t(), out=matrix)
+        return into
 
 
 def orthogonalize(factors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,8 +15,10 @@ from gradwire.collectives.base import (
     Reduced,
     Reduction,
     check_finite,
+    delivered,
     message,
     payload_of,
+    result_tensor,
     ring_bytes,
     room,
     tensor_of,
@@ -25,6 +27,7 @@ from gradwire.collectives.base import (
 from gradwire.collectives.peers import Peers, others
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.kernels import ops
+from gradwire.kernels.memory import empty
 from gradwire.transforms import ErrorFeedback, is_stateful
 from gradwire.wire import Key, TensorSpec
 
@@ -112,7 +115,7 @@ class TwoStage:
             owned[inside.start - own.start : inside.stop - own.start] = piece[inside.start - at : inside.stop - at]
         return {"residual": residual, "owned": owned}
 
-    def reduce(self, x: Tensor, state: State, key: Key, tag: int) -> Reduction:
+    def reduce(self, x: Tensor, state: State, key: Key, tag: int, out: Tensor | None = None) -> Reduction:
         """Reduce a tensor as a flat one."""
         peers, me, inner = self.peers, self.peers.rank, self._inner
         flat, ranks, what = x.reshape(-1), others(peers), f"the exchange of {where(key)}"
@@ -120,7 +123,7 @@ class TwoStage:
         specs = [TensorSpec((part.stop - part.start,)) for part in parts]
         feedback, decay = self._feedback is not None, self._feedback.decay if self._feedback else 1.0
         residual = tensor_of(state, "residual").view(-1) if feedback else None
-        rest = None if residual is None else torch.empty_like(residual)
+        rest = None if residual is None else empty(flat.numel(), torch.float32, residual.device)
 
         # This rank's slices to their owners, each as soon as it is encoded. Its own takes part as it is.
         swap = peers.swap({rank: room(inner, specs[me]) for rank in ranks}, tag, what)
@@ -164,7 +167,7 @@ class TwoStage:
         yield
 
         # The means of all owners, each as it arrives.
-        result = torch.empty(flat.numel(), device="cpu")
+        result = result_tensor(out, flat.numel())
         overflow = False
         for rank in [*reversed(ranks), me]:
             told = packed if rank == me else swap.receive(rank)
@@ -182,8 +185,7 @@ class TwoStage:
         after: State = EMPTY
         if rest is not None and left is not None:
             after = {"residual": rest.view(x.shape), "owned": left}
-        mean_of_all = result.view(x.shape).to(x.device)
-        return Reduced(mean_of_all, after, sent, received, ring_bytes(flat.numel(), peers.size))
+        return Reduced(delivered(result, out, x), after, sent, received, ring_bytes(flat.numel(), peers.size))
 
 
 def _starts(sizes: Sequence[int]) -> Iterator[int]:

@@ -1,0 +1,211 @@
+"""Training over real links: step times, bytes and losses of ours and of what people use today, on the same work.
+
+Losses against steps do not depend on the link, so they are taken once. Step times are taken under each link in short
+runs, interleaved round after round; the product is the time to a loss.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from gradwire.benchmarks import hooks, machine
+from gradwire.benchmarks.timing import Timing
+from gradwire.benchmarks.training_worker import COMPUTE
+from gradwire.clusters import run_workers
+from gradwire.collectives import PowerSGD, method
+from gradwire.errors import ConfigError
+from gradwire.lab import Lab, parse_rate
+from gradwire.tasks import TASKS
+
+__all__ = ["BATCH_SIZES", "OURS", "Settings", "TrainingReport", "measure"]
+
+OURS: Final = ("int8", "int4", "powersgd:16+int8")
+"""Our methods, unless others are asked for."""
+
+BATCH_SIZES: Final = {"digits": 16, "charlm": 4}
+"""Examples a worker, small as the models are: the ratio of computing to sending is what makes a benchmark."""
+
+_SMOOTHED: Final = 3  # validations that are averaged
+_LOOPBACK: Final = "loopback"
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    task: str = "digits"
+    workers: int = 4
+    rates: tuple[str, ...] = ("100mbit", "1gbit", "none")  # or ("loopback",), which needs no root
+    methods: tuple[str, ...] = (*hooks.PEERS, *OURS)
+    rounds: int = 3
+    steps: int = 6  # that are timed, of a method in a round
+    curve_steps: int = 0  # steps of each training for its losses
+    seeds: int = 1
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ConfigError(f"`--task` must be one of {', '.join(TASKS)}; got {self.task!r}.")
+        if not 1 <= self.workers <= 64:
+            raise ConfigError(f"`--workers` must be from 1 to 64; got {self.workers}.")
+        for name in ("rounds", "steps", "seeds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`--{name}` must be at least 1; got {getattr(self, name)}.")
+        if self.curve_steps < 0:
+            raise ConfigError(f"`--curve-steps` must not be negative; got {self.curve_steps}.")
+        for rate in self.rates:
+            if rate != _LOOPBACK:
+                parse_rate(rate, argument="--rate")
+        for name in self.methods:
+            if name not in hooks.PEERS:
+                method(name)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a method under a link."""
+
+    step: Timing
+    over_compute: float  # times the step that sends nothing
+    wire_bytes: float  # a step and rank, with all headers; 0 where nobody counts
+    sent_bytes: int | None  # a step and rank, as our telemetry has it
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What was measured."""
+
+    settings: Settings
+    machine: dict[str, Any]
+    links: dict[str, dict[str, Steps]]  # by rate, then method
+    # By method, then seed: training loss of every step, and (step, loss) of every validation.
+    losses: dict[str, list[list[float]]] = field(default_factory=dict)
+    validations: dict[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
+
+    def steps_to(self, name: str) -> float | None:
+        """Steps a method takes to the validation loss that plain DDP reaches in the end; None if it does not."""
+        if name not in self.validations or "ddp" not in self.validations:
+            return None
+        counts = []
+        for mine, theirs in zip(self.validations[name], self.validations["ddp"], strict=True):
+            target = _smoothed(theirs)[-1][1]
+            reached = [step for step, loss in _smoothed(mine) if loss <= target]
+            if not reached:
+                return None
+            counts.append(reached[0])
+        return statistics.mean(counts)
+
+    def seconds_to(self, name: str, rate: str) -> float | None:
+        """Seconds to that loss."""
+        steps = self.steps_to(name)
+        return None if steps is None else self.seconds_of(name, rate, steps)
+
+    def seconds_of(self, name: str, rate: str, steps: float) -> float:
+        """Seconds of so many steps; the first ones of PowerSGD are those of another method."""
+        there = self.links[rate]
+        early, first = _start(name)
+        first = min(steps, first) if early in there else 0
+        dense = there[early].step.median_s if first else 0.0
+        return first * dense + (steps - first) * there[name].step.median_s
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain JSON types."""
+        to_loss = {
+            rate: {name: self._to_loss(name, rate) for name in self.validations}
+            for rate in self.links
+            if self.validations
+        }
+        links = {rate: {name: asdict(steps) for name, steps in there.items()} for rate, there in self.links.items()}
+        return {
+            "machine": self.machine,
+            "settings": asdict(self.settings),
+            "links": links,
+            "losses": self.losses,
+            "validations": self.validations,
+            "to_the_loss_of_ddp": to_loss,
+        }
+
+    def _to_loss(self, name: str, rate: str) -> dict[str, float | None]:
+        mine, theirs = self.seconds_to(name, rate), self.seconds_to("ddp", rate)
+        sooner = theirs / mine if mine and theirs else None
+        return {"steps": self.steps_to(name), "seconds": mine, "times_sooner_than_ddp": sooner}
+
+
+def measure(settings: Settings, notify: Notify = lambda _: None) -> TrainingReport:
+    """Measure: the losses first, then every link."""
+    batch_size = settings.batch_size or BATCH_SIZES.get(settings.task)
+    common = {"task": settings.task, "batch_size": batch_size}
+    report = TrainingReport(settings, machine.describe("cpu"), {})
+    if settings.curve_steps:
+        for seed in range(settings.seeds):
+            asked = {**common, "seed": seed, "methods": list(settings.methods), "curves": True}
+            asked |= {"steps": settings.curve_steps, "validate_every": max(1, min(10, settings.curve_steps // 3))}
+            for name in settings.methods:
+                report.losses.setdefault(name, []).append([])
+                report.validations.setdefault(name, []).append([])
+            for event in run_workers("gradwire.benchmarks.training_worker", asked, settings.workers):
+                report.losses[event["method"]][-1].append(event["loss"])
+                if "validation" in event:
+                    report.validations[event["method"]][-1].append((event["step"], event["validation"]))
+                notify(f"seed {seed}, {event['method']}: step {event['step']}, loss {event['loss']:.4f}")
+    for rate in settings.rates:
+        report.links[rate] = _under(rate, settings, common, notify)
+    return report
+
+
+def _under(rate: str, settings: Settings, common: Mapping[str, Any], notify: Notify) -> dict[str, Steps]:
+    """Step times under one link."""
+    names = [COMPUTE, *settings.methods]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    wire: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, int | None] = {}
+    with _links(rate, settings.workers) as lab:
+        asked = {**common, "methods": names, "rounds": settings.rounds, "steps": settings.steps}
+        asked["interface"] = lab.hosts[0].interface if lab else ""
+        for event in run_workers("gradwire.benchmarks.training_worker", asked, settings.workers, lab):
+            seconds[event["method"]] += event["seconds"]
+            wire[event["method"]].append(event["wire_bytes"])
+            sent[event["method"]] = event["sent_bytes"]
+            notify(f"{rate}, round {event['round'] + 1}: {event['method']}")
+    compute = statistics.median(seconds[COMPUTE])
+    return {
+        name: Steps(
+            Timing.of(seconds[name]),
+            statistics.median(seconds[name]) / compute,
+            statistics.median(wire[name]),
+            sent[name],
+        )
+        for name in names
+    }
+
+
+@contextmanager
+def _links(rate: str, workers: int) -> Iterator[Lab | None]:
+    if rate == _LOOPBACK:
+        yield None
+        return
+    with Lab.up(workers, rate, name=f"bench-{os.getpid()}") as lab:
+        yield lab
+
+
+def _smoothed(validations: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Means of each validation with the ones before it."""
+    losses = [loss for _, loss in validations]
+    return [
+        (step, statistics.mean(losses[max(0, i + 1 - _SMOOTHED) : i + 1])) for i, (step, _) in enumerate(validations)
+    ]
+
+
+def _start(name: str) -> tuple[str, float]:
+    """What a method sends as at first, and for how many steps."""
+    if name.startswith("ddp powersgd"):
+        return "ddp", hooks.POWERSGD_START
+    how = method(name) if name not in hooks.PEERS else None
+    return ("int8", how.start) if isinstance(how, PowerSGD) else ("", 0)

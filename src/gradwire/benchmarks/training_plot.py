@@ -1,0 +1,56 @@
+"""Losses of trainings as a picture: against the seconds under each link, and against the bytes a rank sends."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any, Final
+
+from gradwire.benchmarks.hooks import PEERS
+from gradwire.benchmarks.training import TrainingReport
+from gradwire.errors import ConfigError
+from gradwire.extras import require
+
+__all__ = ["draw"]
+
+_OURS: Final = ("#0b5394", "#3d85c6", "#0b8043", "#674ea7")
+_PEERS: Final = ("#222222", "#8f8f8f", "#c0c0c0", "#f6b26b", "#e69138", "#b45f06", "#cc4125", "#a64d79")
+
+
+def draw(report: TrainingReport, file: Path) -> None:
+    """Draw validation losses: one panel a link, and one for bytes."""
+    if not report.validations:
+        raise ConfigError("`--plot` needs losses: give `--curve-steps` too.")
+    figure_module: Any = require("matplotlib.figure", purpose="`--plot`")
+    panels = [*report.links, "bytes"]
+    figure = figure_module.Figure(figsize=(4.2 * len(panels), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    colours = _colours(list(report.validations))
+    for panel, axis in zip(panels, axes, strict=True):
+        for name, curves in report.validations.items():
+            steps = [step for step, _ in curves[0]]
+            losses = [statistics.mean(curve[i][1] for curve in curves) for i in range(len(steps))]
+            axis.plot(_places(report, panel, name, steps), losses, label=name, color=colours[name], linewidth=1.4,
+                      linestyle="--" if name in PEERS else "-")  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_xlabel("MB sent by a rank" if panel == "bytes" else f"seconds, {panel}")
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("validation loss")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
+    figure.suptitle(f"{report.settings.task}, {report.settings.workers} workers", fontsize=10)
+    figure.savefig(file, dpi=150)
+
+
+def _places(report: TrainingReport, panel: str, name: str, steps: list[int]) -> list[float]:
+    if panel != "bytes":
+        return [report.seconds_of(name, panel, step) for step in steps]
+    there = next(iter(report.links.values()))[name]
+    moved = there.wire_bytes or there.sent_bytes or 0
+    return [moved * step / 1e6 for step in steps]
+
+
+def _colours(names: list[str]) -> dict[str, str]:
+    ours, peers = [n for n in names if n not in PEERS], [n for n in names if n in PEERS]
+    mine = {name: _OURS[i % len(_OURS)] for i, name in enumerate(ours)}
+    return mine | {name: _PEERS[i % len(_PEERS)] for i, name in enumerate(peers)}

@@ -1,0 +1,99 @@
+"""``gradwire bench train``: training over real links, ours beside what people use today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from gradwire.benchmarks import plot, training_plot
+from gradwire.benchmarks.hooks import PEERS
+from gradwire.benchmarks.training import OURS, Settings, TrainingReport, measure
+from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
+
+__all__ = ["train"]
+
+
+def train(
+    task: Annotated[str, typer.Option(help="digits or charlm.")] = "digits",
+    workers: Annotated[int, typer.Option(help="Ranks, one a host.")] = 4,
+    rates: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rate",
+            help="Links, e.g. 100mbit, or none; several times; 100mbit, 1gbit and none unless given. They need root; "
+            "loopback does not.",
+        ),
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option("--method", help=f"Peers ({', '.join(PEERS)}) or codecs; several times. All peers and ours."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds over all methods.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed steps of a method in a round.")] = 6,
+    curve_steps: Annotated[int, typer.Option(help="Also train each method for so many steps, for its losses.")] = 0,
+    seeds: Annotated[int, typer.Option(help="Seeds of those trainings.")] = 1,
+    batch_size: Annotated[int | None, typer.Option(help="Examples in a worker's batch.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Draw losses against seconds and bytes: .png, .svg or .pdf.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time training steps under shaped links, and with --curve-steps the time to the loss that plain DDP reaches."""
+    settings = Settings(
+        task=task,
+        workers=workers,
+        rates=tuple(rates or Settings.rates),
+        methods=tuple(methods or (*PEERS, *OURS)),
+        rounds=rounds,
+        steps=steps,
+        curve_steps=curve_steps,
+        seeds=seeds,
+        batch_size=batch_size,
+    )
+    if picture is not None:
+        plot.check(picture)
+    with errors.status("starting") as status:
+        report = measure(settings, status.update)
+    if picture is not None:
+        training_plot.draw(report, picture)
+    if as_json:
+        print_json(report.as_json())
+        return
+    for rate in report.links:
+        show(_table(report, rate))
+
+
+def _table(report: TrainingReport, rate: str) -> Table:
+    there, settings = report.links[rate], report.settings
+    columns = {"": "left", "ms a step": "right", "x compute": "right", "bytes a step": "right"}
+    if report.validations:
+        columns |= {"loss": "right", "steps": "right", "seconds": "right", "x sooner than ddp": "right"}
+    rows = []
+    for name, steps in there.items():
+        moved = steps.wire_bytes or steps.sent_bytes or 0
+        row = [name, f"{1000 * steps.step.median_s:.0f}", f"{steps.over_compute:.2f}", size(moved) if moved else ""]
+        if report.validations:
+            row += _to_loss(report, name, rate)
+        rows.append(row)
+    title = f"{settings.task}, {settings.workers} workers, {rate}, on {report.machine['device']}"
+    caption = f"Median of {settings.rounds} interleaved rounds of {settings.steps} steps; bytes with all headers."
+    if report.validations:
+        caption += (
+            f" loss: of validation after {settings.curve_steps} steps, mean of {settings.seeds} seeds. "
+            "steps, seconds: to the loss that ddp reaches in the end; empty: not reached."
+        )
+    return table(title, columns, rows, caption)
+
+
+def _to_loss(report: TrainingReport, name: str, rate: str) -> list[str]:
+    if name not in report.validations:
+        return ["", "", "", ""]
+    final = sum(seed[-1][1] for seed in report.validations[name]) / len(report.validations[name])
+    steps, seconds, ddp = report.steps_to(name), report.seconds_to(name, rate), report.seconds_to("ddp", rate)
+    reached = ["", "", ""] if steps is None or seconds is None else [f"{steps:.0f}", f"{seconds:.1f}", ""]
+    if seconds and ddp:
+        reached[2] = f"{ddp / seconds:.2f}"
+    return [f"{final:.4f}", *reached]
