@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwire.codecs import Codec, State, codec
 from gradwire.collectives import Collective, Gather, Peers, Pipeline, PowerSGD, Reduced, Reduction, agree, method
-from gradwire.collectives.base import STAGES
+from gradwire.collectives.base import STAGES, ring_bytes
 from gradwire.collectives.choose import flat_collective, is_elementwise
 from gradwire.collectives.low_rank import LowRank
 from gradwire.errors import ConfigError, NonFiniteError
@@ -53,7 +53,8 @@ class _Section:
     next_state: State | None = None  # until the step is taken
 
     def states(self) -> dict[str, State]:
-        return dict(zip(self.names, self.collective.by_tensor(self.state, self.sizes), strict=True))
+        states = zip(self.names, self.collective.by_tensor(self.state, self.sizes), strict=True)
+        return {name: state for name, state in states if state and name not in self.elsewhere}
 
 
 @dataclass
@@ -62,11 +63,14 @@ class _Step:
 
     sections: list[_Section] = field(default_factory=list)
     results: list[Future[Reduced]] = field(default_factory=list)
+    numel: int = 0  # of all gradients
     small: dict[str, Tensor] = field(default_factory=dict)  # gradients, and then their means
     waiting: list[_Countdown] = field(default_factory=list)  # for the small tensors, which go with the last bucket
 
-    def reduced(self) -> list[Reduced]:
-        return [future.result() for future in self.results if future.done() and future.exception() is None]
+    def traffic(self, ranks: int) -> Traffic:
+        done = [future.result() for future in self.results if future.done() and future.exception() is None]
+        sent, received = sum(each.sent_bytes for each in done), sum(each.received_bytes for each in done)
+        return Traffic(sent, received, ring_bytes(self.numel, ranks))
 
 
 class _Countdown:
@@ -74,17 +78,19 @@ class _Countdown:
 
     def __init__(self, parts: int, action: Callable[[], None]) -> None:
         self.parts, self.action, self.done, self.lock = parts, action, Future[None](), threading.Lock()
+        self.error: BaseException | None = None
 
     def __call__(self, error: BaseException | None) -> None:
         with self.lock:
             self.parts -= 1
-            if self.done.done():
+            self.error = self.error or error
+            if self.parts:
+                return  # also after an error: others still write to the gradients
+            if self.error is not None:
+                self.done.set_exception(self.error)
                 return
-            if error is not None:
-                self.done.set_exception(error)
-            elif self.parts == 0:
-                self.action()
-                self.done.set_result(None)
+            self.action()
+            self.done.set_result(None)
 
 
 class GradientReducer:
@@ -137,6 +143,7 @@ class GradientReducer:
         self._step = 0
         self._open = False  # whether a bucket of the step is still to come
         self._now = _Step()
+        self._traffic = Traffic(0, 0, 0)
 
     @property
     def step(self) -> int:
@@ -146,12 +153,7 @@ class GradientReducer:
     @property
     def traffic(self) -> Traffic:
         """Of the last step."""
-        reduced = self._now.reduced()
-        return Traffic(
-            sum(r.sent_bytes for r in reduced),
-            sum(r.received_bytes for r in reduced),
-            sum(r.dense_sent_bytes for r in reduced),
-        )
+        return self._now.traffic(self.peers.size) if self._now.results else self._traffic
 
     def close(self) -> None:
         """End the threads."""
@@ -182,8 +184,10 @@ class GradientReducer:
         """
         if not self._open:
             self._take_step()
+            self._rescale()
         self._open = not last
         now = self._now
+        now.numel += sum(gradient.numel() for gradient in gradients)
         by_name = dict(zip(names, gradients, strict=True))
         sections = self._plan(tuple(names))
         main, others = (sections[0] if sections else None), sections[1:]
@@ -258,23 +262,22 @@ class GradientReducer:
         before, self._now = self._now, _Step()
         if not before.results:
             return
+        self._traffic = before.traffic(self.peers.size)
         taken = all(future.exception() is None for future in before.results)
         for section in before.sections:
             if taken and section.next_state is not None:
                 section.state = section.next_state
             section.next_state = None
         self._step += 1
-        self._rescale()
 
     def _rescale(self) -> None:
         """Residuals are in units of the loss scale: they follow it."""
         if self.scale is None or (scale := self.scale()) == self._scale:
             return
+        factor = scale / self._scale
         for section in (section for plan in self._plans.values() for section in plan):
-            for name in ("residual", "owned"):
-                value = section.state.get(name)
-                if isinstance(value, Tensor):
-                    value.mul_(scale / self._scale)
+            section.state = _scaled(section.state, factor)
+        self._states = {name: _scaled(state, factor) for name, state in self._states.items()}
         self._scale = scale
 
     # Which parameters travel together, and how.
@@ -303,7 +306,11 @@ class GradientReducer:
         if isinstance(self.method, PowerSGD):
             return self._low_rank_sections(self.method, names, large)
         if is_elementwise(self.method):
-            return [self._section(names, flat_collective(self.peers, self.method), elsewhere=set(names) - set(large))]
+            # Zeros that do not stay zeros would make noise of the places of small tensors.
+            keeps_zeros = self.method.laws(TensorSpec((1 << 20,))).keeps_zeros
+            together = names if keeps_zeros else large
+            collective = flat_collective(self.peers, self.method)
+            return [self._section(together, collective, elsewhere=set(names) - set(large))]
         sections = [self._section([n], Gather(self.peers, self.method), self.parameters[n].shape) for n in large]
         sections[0].elsewhere = frozenset(set(names) - {large[0]})
         return sections
@@ -346,11 +353,19 @@ class GradientReducer:
     ) -> _Section:
         sizes = [self.parameters[name].numel() for name in names]
         spec = TensorSpec(tuple(shape) if shape is not None else (sum(sizes),))
-        known = [self._states.pop(name) for name in names if name in self._states]
-        if known and len(known) < len(names):
-            raise ConfigError(f"some of the parameters {names} have a state and some have none.")
-        device = self.parameters[names[0]].device if isinstance(collective, Gather) else "cpu"
-        state = collective.from_tensors(known, sizes) if known else collective.init(spec, device)
+        device = self.parameters[names[0]].device if isinstance(collective, Gather) else torch.device("cpu")
+        known = {name: self._states.pop(name) for name in names if name in self._states and name not in elsewhere}
+        missing = [name for name in names if name not in known and name not in elsewhere]
+        if known and missing:
+            raise ConfigError(
+                f"the states of the parameters {missing} are missing; those of {sorted(known)} are there."
+            )
+        if known:
+            # Zeros travel for tensors that are elsewhere, so that is what remains of them.
+            states = [known.get(name) or _nothing_left(size, device) for name, size in zip(names, sizes, strict=True)]
+            state = collective.from_tensors(states, sizes)
+        else:
+            state = collective.init(spec, device)
         place = self._places[names[0]]
         return _Section(names, spec.shape, sizes, place, collective, state, frozenset(elsewhere))
 
@@ -396,3 +411,15 @@ def _computed(device: torch.device) -> Callable[[], None]:
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
+
+
+def _scaled(state: State, factor: float) -> State:
+    """A state for gradients that are so much larger. Factors of matrices are directions."""
+    return {
+        name: value * factor if isinstance(value, Tensor) and name not in ("p", "q") else value
+        for name, value in state.items()
+    }
+
+
+def _nothing_left(size: int, device: torch.device) -> State:
+    return {"residual": torch.zeros(size, device=device), "owned": torch.zeros(0, device=device), "owned_from": 0}

@@ -29,6 +29,7 @@ __all__ = ["DEFAULT_KEY", "EMPTY", "Carrier", "Codec", "Laws", "Layout", "Part",
 State: TypeAlias = Mapping[str, Tensor | int]
 EMPTY: Final[State] = MappingProxyType({})
 DEFAULT_KEY: Final = Key()
+_MOST_PLANS: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,10 @@ class Codec(ABC):
 
     def __str__(self) -> str:
         """The string that makes this codec: ``gradwire.codec(str(c)) == c``."""
+        return self._string
+
+    @functools.cached_property
+    def _string(self) -> str:
         positional, keyword, inner = [], [], ""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -228,9 +233,23 @@ class Codec(ABC):
         """
         if not isinstance(spec, TensorSpec):
             raise ConfigError(f"`spec` must be a TensorSpec; got {type(spec).__name__}.")
-        parts = self._parts(spec)
+        parts, order = self._plan(spec)
         header = header_nbytes(str(self), len(spec.shape), len(parts))
-        return Layout(tuple(parts[i] for i in _wire_order(parts)), header, self._exact)
+        return Layout(tuple(parts[i] for i in order), header, self._exact)
+
+    def _plan(self, spec: TensorSpec) -> tuple[tuple[Part, ...], list[int]]:
+        """Parts, and their order on the wire. Remembered: a training asks for the same few specs every step."""
+        plan = self._plans.get(spec)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            parts = self._parts(spec)
+            plan = self._plans[spec] = parts, _wire_order(parts)
+        return plan
+
+    @functools.cached_property
+    def _plans(self) -> dict[TensorSpec, tuple[tuple[Part, ...], list[int]]]:
+        return {}
 
     def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
         """State before the first step: tensors and integers by name. Most codecs have none.
@@ -303,7 +322,7 @@ class Codec(ABC):
         if not isinstance(key, Key):
             raise ConfigError(f"`key` must be a gradwire.Key; got {type(key).__name__}.")
         parts, nonfinite, rest = self._encode_with(flat, residual, decay, spec, key)
-        order = _wire_order(self._parts(spec))
+        order = self._plan(spec)[1]
         owned = [part.clone() if _shares_memory(part, (flat,)) else part.contiguous() for part in parts]
         payload = Payload(str(self), spec, key, tuple(owned[i] for i in order), nonfinite)
         if residual is None or rest is None:
@@ -326,8 +345,7 @@ class Codec(ABC):
         """Parts of a payload in the order of ``_parts``."""
         if payload.codec != str(self):
             raise ConfigError(f"`payload` was encoded with {payload.codec!r}; this codec is '{self}'.")
-        expected = self._parts(payload.spec)
-        order = _wire_order(expected)
+        expected, order = self._plan(payload.spec)
         if len(payload.parts) != len(expected):
             raise WireError(f"{self} has {len(expected)} parts; the payload has {len(payload.parts)}.")
         parts = dict(zip(order, payload.parts, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal
 
@@ -81,7 +82,7 @@ class _Integer(Blocks):
         step = step if self.rounding == "stochastic" else step / 2
         return step + saturation(x, self.block) + FLOOR
 
-    @property
+    @functools.cached_property
     def _format(self) -> Format:
         return Integer(self.block, self._bits, SCALE_DTYPES[self.scale], self._scaling)
 

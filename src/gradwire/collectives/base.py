@@ -137,7 +137,7 @@ def message(codec: Codec, payload: Payload, nonfinite: bool | None = None) -> Te
     return packed
 
 
-def payload_of(packed: Tensor, rank: int, codec: str, spec: TensorSpec, key: Key) -> Payload:
+def payload_of(packed: Tensor, rank: int, decoder: Codec, codec: str, spec: TensorSpec, key: Key) -> Payload:
     """The payload of a rank's message, which must be of that codec, spec, step and bucket. It shares its memory."""
     try:
         payload = wire.unpack(packed.numpy(), max_bytes=1 << 62, padded=True, copy=False)
@@ -147,6 +147,10 @@ def payload_of(packed: Tensor, rank: int, codec: str, spec: TensorSpec, key: Key
     wanted = (codec, spec, key.step, key.bucket)
     if got != wanted:
         raise PeerError(f"rank {rank} sent {_label(*got)}; this rank expected {_label(*wanted)}.")
+    try:
+        decoder._checked_parts(payload)
+    except WireError as error:
+        raise PeerError(f"rank {rank} sent a payload of other parts: {error}") from error
     return payload
 
 

@@ -83,6 +83,6 @@ def method(what: str | Codec | PowerSGD, *, feedback: bool = True) -> Codec | Po
     if not 1 <= int(rank) <= 1024:
         raise ConfigError(f"the rank of '{name}' must be from 1 to 1024; got {rank}.")
     inner = codec(factors or "none")
-    if not is_elementwise(inner):
+    if is_stateful(inner) or not is_elementwise(inner):
         raise ConfigError(f"the factors of '{name}' must travel in a codec without state; got '{inner}'.")
     return PowerSGD(int(rank), inner, int(start or 10), name == "acp")

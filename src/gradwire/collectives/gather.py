@@ -77,7 +77,7 @@ class Gather:
         yield
         swap.wait()
         into[peers.rank] = packed
-        payloads = [payload_of(into[rank], rank, mine.codec, mine.spec, key) for rank in range(peers.size)]
+        payloads = [payload_of(into[rank], rank, codec, mine.codec, mine.spec, key) for rank in range(peers.size)]
         check_finite([int(payload.nonfinite) != 0 for payload in payloads], key)
         total = result_tensor(out, x.numel()).zero_().view(mine.spec.shape)
         codec.decode_add(payloads, total)

@@ -39,7 +39,8 @@ class LowRank:
     It reduces the matrices of ``shapes`` in a flat tensor. The means of the factors go through a
     collective themselves, in the codec ``factors``; the residual keeps what that loses too. The first ``start`` steps
     are sent in the codec ``early``, for the subspace and the optimizer to settle. With ``alternate`` a step sends one
-    factor only, P and Q in turn (ACP-SGD): half the bytes for more steps.
+    factor only, P and Q in turn (ACP-SGD): half the bytes for more steps. The residual is known before the factor is
+    sent then, and what quantizing the factor loses is lost.
 
     >>> from gradwire.collectives.base import run
     >>> from gradwire.collectives.loopback import Alone

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from gradwire.collectives.base import Reduced, Reduction
-from gradwire.errors import NonFiniteError
+from gradwire.errors import ConfigError, NonFiniteError
 
 __all__ = ["Pipeline"]
 
@@ -36,19 +36,22 @@ class Pipeline:
     def __init__(self) -> None:
         self._queues: list[queue.SimpleQueue[_Job | None]] = []
         self._error: BaseException | None = None
+        self._closed = False
         self._threads = torch.get_num_threads()
 
     def submit(self, reduction: Reduction) -> Future[Reduced]:
         """Start a reduction; its result, or its error, comes with the future."""
+        if self._closed:
+            raise ConfigError("the pipeline is closed: nothing can be reduced any more.")
         future: Future[Reduced] = Future()
         self._pass(0, (reduction, future))
         return future
 
     def close(self) -> None:
         """End the threads once they have done what was submitted."""
-        for each in self._queues:
-            each.put(None)
-        self._queues.clear()
+        if not self._closed and self._queues:
+            self._queues[0].put(None)
+        self._closed = True
 
     def _pass(self, stage: int, job: _Job) -> None:
         if stage == len(self._queues):
@@ -73,3 +76,5 @@ class Pipeline:
                 future.set_exception(error)
             else:
                 self._pass(stage + 1, job)
+        if stage + 1 < len(self._queues):
+            self._queues[stage + 1].put(None)  # the end, behind all that this stage has passed on

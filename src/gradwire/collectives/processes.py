@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,7 +20,16 @@ from gradwire.errors import ConfigError, PeerError
 __all__ = ["ProcessPeers"]
 
 _GRACE_S: Final = 3.0  # for the others to notice the same and say so
-_POLL_S: Final = 0.05
+_POLL_S: Final = 0.02
+_NEVER: Final = (1 << 31) - 1  # a tag nobody sends
+
+
+class _Trial:
+    """Who is to blame, once for all threads of a rank."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.verdict: tuple[int, str] | None = None  # the culprit, and what is wrong with it
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class ProcessPeers:
     group: dist.ProcessGroup
     name: str  # the same on every rank: where accusations are left in the store
     timeout_s: float
+    _trial: _Trial = field(default_factory=_Trial, repr=False, compare=False)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> ProcessPeers:
@@ -69,36 +80,67 @@ class ProcessPeers:
 
         Each rank leaves its accusation in the store. The culprit is the end of the chain: accused, and accusing nobody.
         """
-        why = "did not answer in time" if "imed out" in str(error) else "is gone"
-        verdict: list[int] = []
-        asking = threading.Thread(target=self._ask, args=(rank, verdict), daemon=True)
-        asking.start()
-        asking.join(_GRACE_S + 2.0)
-        # A store that does not answer is gone with the process that kept it, which is the first rank's.
-        culprit = verdict[0] if verdict else 0
+        with self._trial.lock:  # the first of this rank's threads decides: what the others see follows from it
+            if self._trial.verdict is None:
+                stuck = "Timed out waiting" in str(error)
+                self._trial.verdict = self._judge(rank, "did not answer in time" if stuck else "is gone")
+            culprit, why = self._trial.verdict
         seen = "" if culprit == rank else f" (noticed by way of rank {rank})"
         return PeerError(f"{what} failed: rank {culprit} {why}{seen}. {_reason(error)}")
 
-    def _ask(self, accused: int, verdict: list[int]) -> None:
-        with suppress(RuntimeError):  # the store is gone
-            verdict.append(self._culprit(accused))
+    def _judge(self, accused: int, why: str) -> tuple[int, str]:
+        verdict: list[tuple[int, str]] = []
 
-    def _culprit(self, accused: int) -> int:
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store is gone
+                verdict.append(self._culprit(accused, why))
+                self._stay(verdict[0][0])
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(2 * _GRACE_S + 2.0)
+        # A store that does not answer is gone with the process that kept it, which is the first rank's.
+        return verdict[0] if verdict else (0, "is gone")
+
+    def _culprit(self, accused: int, why: str) -> tuple[int, str]:
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{self.name}/{self.rank}", str(accused))
-        accusations = {self.rank: accused}
+        store.set(f"{self.name}/{self.rank}", f"{accused} {why}")
+        self._hang_up(accused)
+        accusations = {self.rank: (accused, why)}
         end = time.monotonic() + _GRACE_S
         while time.monotonic() < end and len(accusations) < self.size - 1:
             for rank in range(self.size):
                 key = f"{self.name}/{rank}"
                 if rank not in accusations and store.check([key]):
-                    accusations[rank] = int(store.get(key))
+                    whom, _, reason = store.get(key).decode().partition(" ")
+                    accusations[rank] = (int(whom), reason)
             time.sleep(_POLL_S)
-        culprit, passed = accused, {self.rank}
+        culprit, reason, passed = accused, why, {self.rank}
         while culprit in accusations and culprit not in passed:
             passed.add(culprit)
-            culprit = accusations[culprit]
-        return culprit
+            culprit, reason = accusations[culprit]
+        return culprit, reason
+
+    def _hang_up(self, accused: int) -> None:
+        """Close the connections, so that ranks that wait for this one notice now: gloo does when a wait times out."""
+        other = (
+            next(rank for rank in range(self.size) if rank not in (self.rank, accused)) if self.size > 2 else accused
+        )
+        with suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            work: Any = dist.irecv(nothing, group=self.group, group_src=other, tag=_NEVER)
+            work.wait(timedelta(milliseconds=1))
+
+    def _stay(self, culprit: int) -> None:
+        """Where the store may end with this process, let the other survivors ask it first."""
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{self.name}/{self.rank}/knows", "yes")
+        if dist.get_rank() != 0:
+            return
+        keys = [f"{self.name}/{rank}/knows" for rank in range(self.size) if rank != culprit]
+        end = time.monotonic() + _GRACE_S
+        while time.monotonic() < end and not store.check(keys):
+            time.sleep(_POLL_S)
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,8 @@ class TwoStage:
             if rest is not None and left is not None:
                 rest[at] = left
         own, bad = ops.accumulate(flat[parts[me]], None if residual is None else residual[parts[me]], decay)
+        if own.data_ptr() == flat[parts[me]].data_ptr() and out is None:
+            own = own.clone()  # what was given stays as it is
         if rest is not None:
             rest[parts[me]] = 0
         yield
@@ -148,7 +150,7 @@ class TwoStage:
         nonfinite[me] = int(bad) != 0
         for rank in sorted(ranks):
             packed = swap.receive(rank)
-            payload = payload_of(packed, rank, name, specs[me], key)
+            payload = payload_of(packed, rank, inner, name, specs[me], key)
             received += packed.numel()
             if int(payload.nonfinite):
                 nonfinite[rank] = 1
@@ -171,7 +173,7 @@ class TwoStage:
         overflow = False
         for rank in [*reversed(ranks), me]:
             told = packed if rank == me else swap.receive(rank)
-            payload = payload_of(told[: -peers.size], rank, mean.codec, specs[rank], key)
+            payload = payload_of(told[: -peers.size], rank, inner, mean.codec, specs[rank], key)
             received += told.numel() if rank != me else 0
             nonfinite |= told[-peers.size :]
             if int(payload.nonfinite):

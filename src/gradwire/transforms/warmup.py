@@ -88,6 +88,9 @@ class WarmUp(SenderTransform):
             self._stage_of(payload)._sum_into([payload], out, add=add)
             add = True
 
+    def _checked_parts(self, payload: Payload) -> tuple[Tensor, ...]:
+        return self._stage_of(payload)._checked_parts(payload)
+
     def _stage_of(self, payload: Payload) -> Codec:
         for stage in self._stages:
             if str(stage) == payload.codec:

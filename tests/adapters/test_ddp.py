@@ -1,0 +1,257 @@
+"""DistributedDataParallel with compressed gradients, between real processes."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire
+from gradwire import ConfigError
+
+from .ranks import said, same_on_every_rank, without_error
+
+CODECS = (
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "fp8:e4m3",
+    "sign",
+    "topk:0.05",
+    "topk:0.05+int8",
+    "blocktopk:0.05",
+    "randomk:0.1",
+    "threshold:0.001",
+    "qsgd:16",
+    "ternary",
+    "natural",
+    "rotate(int4)",
+    "lowrank:2",
+    "ef21(int4)",
+    "dgc(topk:0.05)",
+    "warmup:100(topk:0.05)",
+    "powersgd:2",
+    "powersgd:4+int8",
+    "acp:4+int8",
+)
+RESUMED = (
+    "int4:rounding=stochastic",
+    "ef(topk:0.05)",
+    "ef21(int4)",
+    "dgc(topk:0.05)",
+    "powersgd:2,start=2+int8",
+    "acp:2,start=1",
+)
+OPTIONS = {
+    "static_graph": {"static_graph": True},
+    "bucket_view": {"gradient_as_bucket_view": True},
+    "one_bucket": {"bucket_cap_mb": 25},
+    "unused": {"find_unused_parameters": True},
+    "tiny_buckets": {"bucket_cap_mb": 0.001},
+}
+NONFINITE = ("int4", "ef(topk:0.05)", "ef21(int4)", "powersgd:2,start=1", "acp:2,start=1")
+STAYING = {"find_unused_parameters": True}  # buckets are never rebuilt then
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ddp")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What three ranks said of 200 steps in every codec."""
+    return said(tmp_path_factory.mktemp("codecs"), {name: ("codec", {"name": name}) for name in CODECS}, 3)
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    """What three ranks said of everything else."""
+    cases = {
+        "disagreement": ("disagreement", {}),
+        "not_ddp": ("not_ddp", {}),
+        **{f"plain_{name}": ("same_as_plain", given) for name, given in {"default": {}, **OPTIONS}.items()},
+        **{name: ("options", given) for name, given in OPTIONS.items()},
+        **{f"unused_{c}": ("unused", {"name": c}) for c in ("none", "int4", "ef(topk:0.05)", "powersgd:2,start=1")},
+        **{f"uneven_{c}": ("uneven", {"name": c}) for c in ("int4", "ef(topk:0.05)", "powersgd:2,start=2")},
+        **{f"nonfinite_{c}": ("nonfinite", {"name": c}) for c in NONFINITE},
+        "nonfinite_one_bucket": ("nonfinite", {"name": "ef(topk:0.05)", "bucket_cap_mb": 25}),
+        **{f"resumed_{c}": ("checkpoint", {"name": c, "folder": str(folder), **STAYING}) for c in RESUMED},
+        "resumed_rebuilt": ("checkpoint", {"name": "ef(topk:0.05)", "folder": str(folder)}),
+        "accumulation": ("accumulation", {}),
+        "rebuild": ("rebuild", {}),
+        "scaler": ("scaler", {}),
+        "autocast": ("autocast", {}),
+        "bfloat16": ("half", {"dtype": "bfloat16"}),
+        "propagated": ("propagated", {}),
+        "two_models": ("two_models", {}),
+        "only_small": ("only_small", {"name": "int4"}),
+        "traffic": ("traffic_is_the_last_steps", {}),
+        "compiled_inside": ("compiled", {"where": "inside"}),
+        "compiled_outside": ("compiled", {"where": "outside"}),
+        "unused_loses_nothing": ("unused_loses_nothing", {}),
+    }  # fmt: skip
+    return said(folder, cases, 3)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_parameters_are_the_same_bits_on_every_rank_after_200_steps(trained, codec):
+    for rank in same_on_every_rank(trained[codec], "before", "after"):
+        assert rank["after"] != rank["before"]
+        assert rank["last"] < rank["first"]
+
+
+def test_bytes_are_a_fraction_of_a_ring(trained):
+    most = {"none": 1.1, "fp16": 0.6, "int8": 0.36, "int4": 0.24, "sign": 0.19, "topk:0.05": 0.26}
+    for codec, fraction in most.items():
+        for rank in without_error(trained[codec]):
+            assert 0 < rank["sent"] <= fraction * rank["dense"], codec
+
+
+@pytest.mark.parametrize("options", ["default", *OPTIONS])
+def test_uncompressed_gradients_are_those_of_plain_ddp(answers, options):
+    for rank in same_on_every_rank(answers[f"plain_{options}"]):
+        assert rank["worst"] < 1e-6
+        for plain, ours in rank["norms"]:  # of clip_grad_norm_, after the reduce
+            assert math.isclose(plain, ours, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_training_with_the_options_of_ddp(answers, options):
+    for rank in same_on_every_rank(answers[options]):
+        assert rank["sent"] > 0
+
+
+def test_gradients_accumulated_without_synchronization_are_those_of_plain_ddp(answers):
+    for rank in without_error(answers["accumulation"]):
+        assert rank["worst"] < 1e-6
+        assert rank["step"] == 3
+
+
+@pytest.mark.parametrize("codec", ["none", "int4", "ef(topk:0.05)", "powersgd:2,start=1"])
+def test_a_branch_that_is_used_on_some_steps(answers, codec):
+    for rank in same_on_every_rank(answers[f"unused_{codec}"]):
+        assert rank["worst"] < 1e-6
+        assert rank["missing"]
+
+
+def test_a_branch_that_no_rank_uses_loses_nothing(answers):
+    for rank in without_error(answers["unused_loses_nothing"]):
+        assert rank["before"] > 0
+        assert rank["lost"] < 1e-5 * rank["before"]
+
+
+def test_a_rebuild_of_buckets_loses_nothing(answers):
+    for rank in without_error(answers["rebuild"]):
+        assert rank["rebuilt"]
+        assert rank["buckets"] >= 3
+        assert rank["sections"] == 4
+        assert rank["worst"] < 1e-6
+
+
+def test_a_scaler_skips_a_step_on_every_rank_and_residuals_stay(answers):
+    for rank in same_on_every_rank(answers["scaler"]):
+        assert rank["skipped"]
+        assert rank["some"]
+        assert rank["kept"]
+        assert rank["went_on"]
+        assert rank["finite"]
+        assert rank["scales"] == [1024.0, 512.0]
+
+
+@pytest.mark.parametrize("case", ["autocast", "bfloat16"])
+def test_half_precision(answers, case):
+    for rank in same_on_every_rank(answers[case]):
+        assert rank["last"] < rank["first"]
+
+
+@pytest.mark.parametrize("codec", ["int4", "ef(topk:0.05)", "powersgd:2,start=2"])
+def test_ranks_may_have_uneven_inputs(answers, codec):
+    ranks = same_on_every_rank(answers[f"uneven_{codec}"])
+    assert [rank["steps"] for rank in ranks] == [3, 5, 7]
+    assert all(rank["finite"] for rank in ranks)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_compiled_models(answers, where):
+    for rank in without_error(answers[f"compiled_{where}"]):
+        assert rank["worst"] < 1e-5
+        assert rank["sent"] > 0
+
+
+@pytest.mark.parametrize("codec", RESUMED)
+def test_a_resumed_run_goes_on_bit_for_bit(answers, codec):
+    for rank in same_on_every_rank(answers[f"resumed_{codec}"]):
+        assert rank["moved"] > 1e-3
+        assert rank["same"], rank
+
+
+def test_a_run_resumed_in_other_buckets_stays_near(answers):
+    for rank in same_on_every_rank(answers["resumed_rebuilt"]):
+        assert rank["distance"] < rank["moved"] / 4
+
+
+@pytest.mark.parametrize("case", [*NONFINITE, "one_bucket"])
+def test_training_goes_on_after_a_nan(answers, case):
+    for rank in same_on_every_rank(answers[f"nonfinite_{case}"], "parameters", "errors"):
+        ((step, error),) = rank["errors"]
+        assert step == 2
+        assert re.fullmatch(r"bucket \d+ of step 2: NaN or Inf on ranks \[1\]\.", error)
+        assert rank["finite"]
+
+
+def test_nan_of_one_rank_becomes_nan_on_all_if_it_is_to_propagate(answers):
+    for rank in without_error(answers["propagated"]):
+        assert rank["nan"]
+        assert rank["kept"]
+
+
+def test_two_models_in_one_loss(answers):
+    same_on_every_rank(answers["two_models"], "first", "second")
+
+
+def test_a_model_of_small_tensors_only(answers):
+    for rank in without_error(answers["only_small"]):
+        assert rank["largest"] > 0
+        assert rank["worst"] < 1e-6
+
+
+def test_traffic_is_that_of_the_last_step_even_after_a_checkpoint(answers):
+    for before, after in answers["traffic"]:
+        assert before == after > 0
+
+
+def test_another_codec_on_one_rank_is_named_on_every_rank(answers):
+    assert len(set(answers["disagreement"])) == 1
+    assert re.match(r"rank 1 has 'codec int8, .*', but rank 0 has 'codec int4, ", answers["disagreement"][0])
+
+
+def test_a_model_that_is_not_wrapped(answers):
+    assert set(answers["not_ddp"]) == {
+        "`model` must be a torch.nn.parallel.DistributedDataParallel; got Net. Wrap the model first."
+    }
+
+
+def test_groups_of_two_of_four_ranks(tmp_path):
+    ranks = without_error(said(tmp_path, {"two": ("two_groups", {})}, 4)["two"])
+    assert len({rank["all"] for rank in ranks}) == 1
+    assert ranks[0]["group"] == ranks[1]["group"]
+    assert ranks[2]["group"] == ranks[3]["group"]
+    assert len({ranks[0]["group"], ranks[2]["group"], ranks[0]["initial"]}) == 3
+    assert [rank["method"] for rank in ranks] == ["ef(topk:0.05)"] * 2 + ["int8"] * 2
+
+
+def test_a_model_that_is_no_ddp_at_all():
+    with pytest.raises(ConfigError, match="DistributedDataParallel; got Linear"):
+        gradwire.compress(nn.Linear(3, 3), "int4")
+
+
+def test_before_the_process_group():
+    with pytest.raises(ConfigError, match=r"call torch\.distributed\.init_process_group first"):
+        gradwire.collectives.ProcessPeers.of()
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,513 @@
+"""A rank that trains DDP models, case after case; what it saw of each goes to a file of its own."""
+
+import contextlib
+import json
+import math
+import traceback
+import warnings
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import ConfigError, NonFiniteError, PeerError
+
+from .base import main
+
+SMALL_BUCKETS = 0.03  # MiB: about 7800 parameters
+TIMEOUT_S = 20
+
+
+class Net(nn.Module):
+    """27 834 parameters; four of its matrices are large enough to be compressed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in [(32, 160), (160, 64), (64, 96), (96, 64), (64, 10)])
+
+    def forward(self, x):
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+class Branches(nn.Module):
+    """The middle of it is used on some steps only, and then perhaps not on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(32, 160), nn.Linear(160, 160), nn.Linear(160, 10)
+
+    def forward(self, x, middle):
+        x = torch.tanh(self.first(x))
+        if middle:
+            x = torch.tanh(self.middle(x))
+        return self.last(x)
+
+
+def batch(step, rank, size=8):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(size, 32, generator=generator)
+    return x, x[:, :10].argmax(dim=1)
+
+
+def loss_of(model, step, rank, *arguments):
+    x, target = batch(step, rank)
+    return nn.functional.cross_entropy(model(x, *arguments), target)
+
+
+def ddp(model=None, **options):
+    return DistributedDataParallel(model if model is not None else Net(), **{"bucket_cap_mb": SMALL_BUCKETS, **options})
+
+
+def compressed(codec, model=None, *, seed=0, scaler=None, nonfinite=None, **options):
+    model = ddp(model, **options)
+    return model, gradwire.compress(model, codec, seed=seed, scaler=scaler, nonfinite=nonfinite, timeout_s=TIMEOUT_S)
+
+
+def sgd(model, lr=0.05, **options):
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+def train(model, optimizer, steps, rank, *, loss=loss_of):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        value = loss(model, step, rank)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def checksum(tensors):
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), total)
+    return f"{total:08x}"
+
+
+def parameters(model):
+    return checksum(model.parameters())
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def distance(these, those):
+    return max(float((a - b).abs().max()) for a, b in zip(these, those, strict=True))
+
+
+def residuals(compression):
+    """Tensors of the state, in units of the loss."""
+    state = compression.state_dict()
+    return [
+        value / state["scale"]
+        for name in sorted(state["states"])
+        for value in state["states"][name].values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+# The cases. Each returns something for JSON.
+
+
+def codec(rank, name, steps=200):
+    """Train with a codec."""
+    model, compression = compressed(name, bucket_cap_mb=0.06)
+    before = parameters(model)
+    losses = train(model, sgd(model), range(steps), rank)
+    traffic = compression.traffic
+    compression.close()
+    return {
+        "before": before,
+        "after": parameters(model),
+        "first": sum(losses[:10]) / 10,
+        "last": sum(losses[-10:]) / 10,
+        "sent": traffic.sent_bytes,
+        "dense": traffic.dense_sent_bytes,
+    }
+
+
+def same_as_plain(rank, **options):
+    """Gradients of 'none' beside plain DDP's, over steps of the same parameters."""
+    plain, (ours, _) = ddp(**options), compressed("none", **options)
+    optimizers = [sgd(plain), sgd(ours)]
+    worst, norms = 0.0, []
+    for step in range(4):
+        for model in (plain, ours):
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+        worst = max(worst, distance(gradients(plain), gradients(ours)))
+        norms.append([float(nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (plain, ours)])
+        worst = max(worst, distance(gradients(plain), gradients(ours)))
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"worst": worst, "norms": norms, "parameters": parameters(ours)}
+
+
+def accumulation(rank):
+    """Gradients over two backwards without synchronization and one with it."""
+    plain, (ours, compression) = ddp(), compressed("none")
+    worst = 0.0
+    for step in range(3):
+        for model in (plain, ours):
+            model.zero_grad()
+            with model.no_sync():
+                loss_of(model, 10 * step, rank).backward()
+                loss_of(model, 10 * step + 1, rank).backward()
+            loss_of(model, 10 * step + 2, rank).backward()
+        worst = max(worst, distance(gradients(plain), gradients(ours)))
+    return {"worst": worst, "step": compression.state_dict()["step"]}
+
+
+def unused(rank, name):
+    """A branch used on some steps, by all ranks, by one, by none."""
+    plain = ddp(Branches(), find_unused_parameters=True)
+    ours, _ = compressed(name, Branches(), find_unused_parameters=True)
+    optimizers = [sgd(plain), sgd(ours)]
+    worst, missing = 0.0, []
+    for step, used in enumerate([True, rank == 1, False, True, rank == 0, False, True]):
+        for model in (plain, ours):
+            model.zero_grad()
+            loss_of(model, step, rank, used).backward()
+        have = [[p.grad is not None for p in model.parameters()] for model in (plain, ours)]
+        missing.append(have[0] == have[1])
+        if name == "none":
+            pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+            worst = max(worst, *(float((p.grad - q.grad).abs().max()) for p, q in pairs if p.grad is not None))
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"worst": worst, "missing": all(missing), "parameters": parameters(ours)}
+
+
+def unused_loses_nothing(rank, ranks):
+    """What the residuals of a branch hold is not lost on steps that use it on no rank."""
+    model, compression = compressed("ef(topk:0.01)", Branches(), find_unused_parameters=True)
+    name, weight = "middle.weight", model.module.middle.weight
+    kept = []
+    for step, used in enumerate([True, False]):
+        model.zero_grad(set_to_none=True)
+        loss_of(model, step, rank, used).backward()
+        got = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        state = compression.state_dict()["states"][name]
+        total = state["residual"].double().view(-1)
+        at = state["owned_from"]
+        total[at : at + len(state["owned"])] += ranks * state["owned"]
+        dist.all_reduce(total)
+        kept.append(total / ranks + got.double().view(-1))
+    # On the second step the true gradient is zero: what was kept before it, is applied or still kept after it.
+    before, after = kept[0] - first_mean(model, rank, ranks, name), kept[1]
+    return {"before": float(before.norm()), "lost": float((after - before).norm())}
+
+
+def first_mean(model, rank, ranks, name):
+    """What the first step of that branch applied."""
+    again, _ = compressed("ef(topk:0.01)", Branches(), find_unused_parameters=True)
+    loss_of(again, 0, rank, True).backward()
+    return dict(again.module.named_parameters())[name].grad.double().view(-1)
+
+
+def options(rank, **given):
+    """Trained with an option of DDP."""
+    model, compression = compressed("ef(int4)", **given)
+    losses = train(model, sgd(model), range(30), rank)
+    return {
+        "parameters": parameters(model),
+        "first": losses[0],
+        "last": losses[-1],
+        "sent": compression.traffic.sent_bytes,
+    }
+
+
+def rebuild(rank, ranks):
+    """DDP puts parameters in other buckets after the first step; residuals go with them, and nothing is lost.
+
+    Parameters stay as they are, so the true mean of every step is plain DDP's.
+    """
+    plain, (ours, compression) = ddp(), compressed("ef(topk:0.05)")
+    names = [name for name, _ in ours.module.named_parameters()]
+    applied = dict.fromkeys(names, 0.0)
+    true = dict.fromkeys(names, 0.0)
+    plans = []
+    for step in range(4):
+        for model, total in ((plain, true), (ours, applied)):
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+            for name, p in model.module.named_parameters():
+                total[name] = total[name] + p.grad.double().view(-1)
+        plans.append([list(names) for names in compression._reducer._plans])
+    state = compression.state_dict()["states"]
+    worst = 0.0
+    for name in names:
+        kept = torch.zeros_like(true[name])
+        if name in state:
+            kept += state[name]["residual"].view(-1)
+            at = state[name]["owned_from"]
+            kept[at : at + len(state[name]["owned"])] += ranks * state[name]["owned"]
+        dist.all_reduce(kept)
+        worst = max(worst, float((true[name] - applied[name] - kept / ranks).abs().max()))
+    return {"worst": worst, "rebuilt": plans[0] != plans[1], "sections": len(state), "buckets": len(plans[1])}
+
+
+def scaler(rank, ranks):
+    """An Inf on one rank: every rank skips the step, and keeps its residuals."""
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model, compression = compressed("ef(topk:0.05)", scaler=grad_scaler)
+    optimizer = sgd(model)
+
+    def step(number, bad=False):
+        optimizer.zero_grad()
+        loss = loss_of(model, number, rank)
+        grad_scaler.scale(loss * torch.inf if bad else loss).backward()
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+
+    for number in range(3):
+        step(number)
+    before, kept, scale = parameters(model), residuals(compression), grad_scaler.get_scale()
+    step(3, bad=rank == 1)
+    skipped, left, backed_off = parameters(model), residuals(compression), grad_scaler.get_scale()
+    step(4)
+    return {
+        "skipped": before == skipped,
+        "kept": all(map(torch.equal, kept, left)),
+        "some": any(bool(each.any()) for each in kept),
+        "scales": [scale, backed_off],
+        "went_on": parameters(model) != skipped,
+        "parameters": parameters(model),
+        "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
+    }
+
+
+def autocast(rank):
+    model, _ = compressed("int4")
+
+    def loss(model, step, rank):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_of(model, step, rank)
+
+    losses = train(model, sgd(model, lr=0.2), range(60), rank, loss=loss)
+    return {"parameters": parameters(model), "first": losses[0], "last": sum(losses[-5:]) / 5}
+
+
+def half(rank, dtype):
+    """Parameters that are of that dtype throughout."""
+    model, _ = compressed("int4", Net().to(getattr(torch, dtype)))
+
+    def loss(model, step, rank):
+        x, target = batch(step, rank)
+        return nn.functional.cross_entropy(model(x.to(getattr(torch, dtype))).float(), target)
+
+    losses = train(model, sgd(model, lr=0.2), range(60), rank, loss=loss)
+    return {"parameters": parameters(model), "first": losses[0], "last": sum(losses[-5:]) / 5}
+
+
+def uneven(rank, ranks, name):
+    """Rank r has 3 + 2r steps, one of them after the buckets were rebuilt."""
+    model, _ = compressed(name)
+    optimizer = sgd(model)
+    with Join([model]):
+        losses = train(model, optimizer, range(3 + 2 * rank), rank)
+    return {"parameters": parameters(model), "steps": len(losses), "finite": all(map(math.isfinite, losses))}
+
+
+def compiled(rank, where):
+    """torch.compile, of the module in DDP or of DDP."""
+    torch._dynamo.reset()
+    buckets = {"bucket_cap_mb": 1}  # dynamo wants no bucket below DDP's first of 1 MiB
+    if where == "inside":
+        model, compression = compressed("none", torch.compile(Net(), backend="aot_eager"), **buckets)
+        called = model
+    else:
+        model, compression = compressed("none", **buckets)
+        called = torch.compile(model, backend="aot_eager")
+    eager = ddp()
+    worst = 0.0
+    for step in range(3):
+        for each in (called, eager):
+            each.zero_grad()
+            loss_of(each, step, rank).backward()
+        worst = max(worst, distance(gradients(model), gradients(eager)))
+    return {
+        "worst": worst,
+        "sent": compression.traffic.sent_bytes,
+        "names": sorted(compression._reducer.parameters)[:1],
+    }
+
+
+def checkpoint(rank, name, folder, **options):
+    """8 steps at once; and 4, a checkpoint through a file, and 4 more in new objects."""
+    model, _ = compressed(name, seed=3, **options)
+    optimizer = sgd(model, momentum=0.9)
+    train(model, optimizer, range(8), rank)
+    at_once = [p.detach().clone() for p in model.parameters()]
+
+    model, compression = compressed(name, seed=3, **options)
+    optimizer = sgd(model, momentum=0.9)
+    train(model, optimizer, range(4), rank)
+    file = Path(folder) / f"checkpoint-{rank}"
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "compression": compression.state_dict()}
+    torch.save(saved, file)
+    compression.close()
+
+    loaded = torch.load(file, weights_only=True)
+    model, compression = compressed(name, seed=3, **options)
+    optimizer = sgd(model, momentum=0.9)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    compression.load_state_dict(loaded["compression"])
+    train(model, optimizer, range(4, 8), rank)
+    resumed = list(model.parameters())
+    return {
+        "same": all(map(torch.equal, at_once, resumed)),
+        "distance": distance(at_once, resumed),
+        "moved": distance(at_once, Net().parameters()),
+        "parameters": parameters(model),
+    }
+
+
+def nonfinite(rank, name, **options):
+    """NaN on one rank in the third step: raised on every rank, and training goes on."""
+    model, _ = compressed(name, **options)
+    optimizer = sgd(model)
+    errors = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank)
+        try:
+            (loss * torch.nan if step == 2 and rank == 1 else loss).backward()
+        except NonFiniteError as error:
+            errors.append([step, str(error)])
+            continue
+        optimizer.step()
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    return {"errors": errors, "parameters": parameters(model), "finite": finite}
+
+
+def propagated(rank):
+    """NaN on one rank becomes NaN on all."""
+    model, compression = compressed("ef(topk:0.05)", nonfinite="propagate")
+    for step in range(3):  # the buckets are rebuilt meanwhile
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+    kept = residuals(compression)
+    model.zero_grad()
+    loss = loss_of(model, 3, rank)
+    (loss * torch.nan if rank == 2 else loss).backward()
+    nan = [bool(p.grad.isnan().all()) for p in model.parameters()]
+    return {"nan": all(nan), "kept": all(map(torch.equal, kept, residuals(compression)))}
+
+
+def only_small(rank, name):
+    """A model without a matrix worth compressing."""
+    torch.manual_seed(0)
+    plain, layer = DistributedDataParallel(nn.Linear(8, 4)), nn.Linear(8, 4)
+    layer.load_state_dict(plain.module.state_dict())
+    ours = DistributedDataParallel(layer)
+    gradwire.compress(ours, name, timeout_s=TIMEOUT_S)
+    for model in (plain, ours):
+        for step in range(2):
+            model.zero_grad()
+            model(torch.full((2, 8), rank + step + 1.0)).square().mean().backward()
+    return {"worst": distance(gradients(plain), gradients(ours)), "largest": float(gradients(plain)[0].abs().max())}
+
+
+def disagreement(rank):
+    try:
+        compressed("int8" if rank == 1 else "int4")
+    except PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def not_ddp(rank):
+    try:
+        gradwire.compress(Net(), "int4")
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def traffic_is_the_last_steps(rank):
+    model, compression = compressed("int4")
+    loss_of(model, 0, rank).backward()
+    before = compression.traffic.sent_bytes
+    compression.state_dict()
+    return [before, compression.traffic.sent_bytes]
+
+
+def two_groups(rank, ranks):
+    """Four ranks in two groups, each with a model and a codec of its own; and one model of all four beside."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = rank // 2
+    model, compression = compressed(["ef(topk:0.05)", "int8"][mine], process_group=groups[mine])
+    everyone, _ = compressed("powersgd:2,start=1")
+    for step in range(5):
+        for each in (model, everyone):
+            each.zero_grad()
+            loss_of(each, step, rank).backward()
+            sgd(each).step()
+    alone = Net()
+    return {
+        "group": parameters(model),
+        "all": parameters(everyone),
+        "method": compression.method,
+        "initial": parameters(alone),
+    }
+
+
+def two_models(rank, ranks):
+    """Two compressed models in one loss."""
+    first, _ = compressed("int8")
+    second, _ = compressed("ef(topk:0.05)")
+    for step in range(3):
+        for model in (first, second):
+            model.zero_grad()
+        (loss_of(first, step, rank) + loss_of(second, step, rank)).backward()
+        for model in (first, second):
+            sgd(model).step()
+    return {"first": parameters(first), "second": parameters(second)}
+
+
+CASES = {
+    "codec": codec, "same_as_plain": same_as_plain, "accumulation": accumulation, "unused": unused,
+    "options": options, "autocast": autocast, "half": half, "compiled": compiled, "nonfinite": nonfinite,
+    "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "not_ddp": not_ddp,
+    "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
+}  # fmt: skip
+OF_RANKS = {
+    "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,
+    "unused_loses_nothing": unused_loses_nothing,
+}  # fmt: skip
+
+
+def body(settings, rank, ranks):
+    file = Path(settings["folder"]) / f"rank-{rank}"
+    with file.open("w") as out:
+        for number, (case, arguments) in enumerate(settings["cases"]):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    if case in OF_RANKS:
+                        said = OF_RANKS[case](rank, ranks, **arguments)
+                    else:
+                        said = CASES[case](rank, **arguments)
+            except Exception:
+                said = {"error": traceback.format_exc()}
+            print(json.dumps([number, said]), file=out, flush=True)
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
+    return "done"
+
+
+if __name__ == "__main__":
+    main(body)
