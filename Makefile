@@ -19,7 +19,7 @@ train: $(READY)  ## the main job: two workers train the digits CNN with compress
 	$(BIN)/gradwire train $(ARGS)
 
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 lint: $(READY)  ## style, types, and the direction of imports
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from tests.workers import mortal
 
 CODECS = ("int4", "ef(topk:0.1)", "powersgd:2,start=0+int8", "none", "ef21(int4)")
 TIMEOUT_S = 20
+pytestmark = pytest.mark.timeout(900)
 STARTUP_S = 60
 
 
