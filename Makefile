@@ -19,7 +19,8 @@ train: $(READY)  ## the main job: two workers train the digits CNN with compress
 	$(BIN)/gradwire train $(ARGS)
 
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --ignore tests/adapters $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/adapters $(ARGS)  # a file shares its groups of ranks
 
 lint: $(READY)  ## style, types, and the direction of imports
 	$(BIN)/ruff check .

@@ -12,8 +12,7 @@ from gradwire import ConfigError
 
 from .ranks import said, same_on_every_rank, without_error
 
-# One worker: its groups of ranks serve all tests. They train 25 codecs for 200 steps.
-pytestmark = [pytest.mark.xdist_group("ddp"), pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)  # a group of ranks trains 25 codecs for 200 steps
 
 CODECS = (
     "none",
