@@ -99,8 +99,8 @@ class ProcessPeers:
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(2 * _GRACE_S + 2.0)
-        # A store that does not answer is gone with the process that kept it, which is the first rank's.
-        return verdict[0] if verdict else (0, why if accused == 0 else "is gone")
+        # The store shares the fate of the process that keeps it, which is the first rank's.
+        return verdict[0] if verdict else (0, "did not answer in time" if asking.is_alive() else "is gone")
 
     def _culprit(self, accused: int, why: str) -> tuple[int, str]:
         store = dist.distributed_c10d._get_default_store()
