@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.adapters import Compression, compress
 from gradwire.benchmarks import hooks
 from gradwire.collectives import PowerSGD, method
-from gradwire.collectives.rank import run_rank
+from gradwire.collectives.rank import report, run_rank
 from gradwire.tasks import TASKS, Task
 
 __all__ = ["COMPUTE", "Settings", "main"]
@@ -80,7 +80,7 @@ def _curve(settings: Settings, task: Task, name: str, rank: int, ranks: int) -> 
             }
             if (step + 1) % settings.validate_every == 0 and rank == 0:
                 event["validation"] = task.validate(model).loss
-            _report(rank, **event)
+            report(rank, **event)
 
 
 def _timed(settings: Settings, task: Task, name: str, round_number: int, rank: int, ranks: int) -> None:
@@ -101,7 +101,7 @@ def _timed(settings: Settings, task: Task, name: str, round_number: int, rank: i
         dist.all_reduce(seconds)  # the mean over ranks of each step
         sent = compression.traffic.sent_bytes if compression else None
         told = {"seconds": (seconds / ranks).tolist(), "wire_bytes": wire, "sent_bytes": sent}
-        _report(rank, event="timed", method=name, round=round_number, **told)
+        report(rank, event="timed", method=name, round=round_number, **told)
 
 
 @contextmanager
@@ -139,12 +139,6 @@ def _wire_bytes(interface: str) -> int:
         return 0
     told = subprocess.check_output(["tc", "-s", "-j", "qdisc", "show", "dev", interface])
     return int(json.loads(told)[0]["bytes"])
-
-
-def _report(rank: int, **event: Any) -> None:
-    if rank == 0:
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":

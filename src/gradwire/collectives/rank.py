@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RENDEZVOUS", "run_rank"]
+__all__ = ["RENDEZVOUS", "report", "run_rank"]
 
 RENDEZVOUS: Final = "GRADWIRE_RENDEZVOUS"
 """Environment variable with the path of the file through which ranks of one machine find each other; without it they
 meet as torchrun says, by MASTER_ADDR and MASTER_PORT."""
+
+
+def report(rank: int, **event: Any) -> None:
+    """Print an event as a line of JSON, if this is rank 0: ``run_workers`` reads them."""
+    if rank == 0:
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()
 
 
 def run_rank(body: Callable[[int, int], None], *, timeout_s: float = 60.0) -> NoReturn:

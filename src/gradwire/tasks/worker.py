@@ -11,7 +11,6 @@ import sys
 import time
 import zlib
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters import compress
-from gradwire.collectives.rank import run_rank
+from gradwire.collectives.rank import report, run_rank
 from gradwire.errors import PeerError
 from gradwire.tasks import TASKS
 
@@ -59,7 +58,7 @@ def _train(settings: Settings, rank: int, ranks: int) -> None:
     epoch_steps = task.steps(ranks)
     total = settings.steps or settings.epochs * epoch_steps
     parameters = sum(p.numel() for p in model.parameters())
-    _report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=compression.method)
+    report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=compression.method)
     started = time.perf_counter()
     for step in range(total):
         inputs, targets = task.batch(step, rank, ranks)
@@ -68,11 +67,11 @@ def _train(settings: Settings, rank: int, ranks: int) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         traffic = asdict(compression.traffic)
-        _report(rank, event="step", step=step + 1, epoch=step // epoch_steps, loss=loss.item(), **traffic)
+        report(rank, event="step", step=step + 1, epoch=step // epoch_steps, loss=loss.item(), **traffic)
     seconds = time.perf_counter() - started
     reached = task.validate(model)
     _check_replicas(model, ranks)
-    _report(rank, event="done", test_loss=reached.loss, test_accuracy=reached.accuracy, seconds=seconds)
+    report(rank, event="done", test_loss=reached.loss, test_accuracy=reached.accuracy, seconds=seconds)
 
 
 def _check_replicas(model: nn.Module, ranks: int) -> None:
@@ -84,12 +83,6 @@ def _check_replicas(model: nn.Module, ranks: int) -> None:
     dist.all_gather(everyone, torch.tensor([checksum]))
     if len({int(c) for c in everyone}) != 1:
         raise PeerError(f"the ranks' parameters differ: checksums {[f'{int(c):08x}' for c in everyone]}.")
-
-
-def _report(rank: int, **event: Any) -> None:
-    if rank == 0:
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":
