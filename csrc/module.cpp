@@ -15,6 +15,7 @@
 
 #include "crc32.h"
 #include "memory.h"
+#include "mesh.h"
 #include "ops.h"
 
 namespace nb = nanobind;
@@ -60,6 +61,65 @@ nb::object take(std::size_t bytes) {
   return nb::cast(nb::ndarray<nb::pytorch, std::uint8_t>(memory, {bytes}, owner));
 }
 
+// A mesh that keeps what it sends alive.
+class Connections {
+ public:
+  explicit Connections(const std::vector<std::pair<int, int>>& sockets) : mesh_(sockets) {}
+
+  std::uint64_t send(int rank, std::uint64_t tag, Address data, std::size_t bytes, nb::object owner) {
+    forget();
+    const auto ticket = unlocked([&] { return mesh_.send(rank, tag, at<const std::uint8_t>(data), bytes); });
+    if (mesh_.sent(rank) < ticket) kept_.push_back({rank, ticket, std::move(owner)});
+    return ticket;
+  }
+
+  // None when the rank is silent.
+  nb::object receive(int rank, std::uint64_t tag, double patience_s) {
+    gradwire::Message message;
+    const auto outcome = unlocked([&] { return mesh_.receive(rank, tag, patience_s, interrupt, message); });
+    if (!heard(rank, outcome)) return nb::none();
+    nb::capsule owner(message.data.get(), [](void* p) noexcept { gradwire::FreeMemory()(static_cast<std::uint8_t*>(p)); });
+    return nb::cast(nb::ndarray<nb::pytorch, std::uint8_t>(message.data.release(), {message.bytes}, owner));
+  }
+
+  // False when the rank takes nothing.
+  bool flush(int rank, std::uint64_t ticket, double patience_s) {
+    return heard(rank, unlocked([&] { return mesh_.flush(rank, ticket, patience_s, interrupt); }));
+  }
+
+  void close() {
+    unlocked([&] { mesh_.close(); });
+    forget();
+  }
+
+ private:
+  struct Kept {
+    int rank;
+    std::uint64_t ticket;
+    nb::object owner;
+  };
+
+  static void interrupt() {
+    nb::gil_scoped_acquire acquired;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+
+  bool heard(int rank, gradwire::Mesh::Outcome outcome) const {
+    if (outcome == gradwire::Mesh::Outcome::gone) throw std::runtime_error(mesh_.why_gone(rank));
+    return outcome == gradwire::Mesh::Outcome::done;
+  }
+
+  void forget() {
+    std::size_t left = 0;
+    for (auto& each : kept_)
+      if (mesh_.sent(each.rank) < each.ticket) std::swap(kept_[left++], each);
+    kept_.resize(left);
+  }
+
+  std::vector<Kept> kept_;  // guarded by Python's lock, and destroyed after the mesh has ended
+  gradwire::Mesh mesh_;
+};
+
 void products(gradwire::Product what, const std::vector<MatrixArguments>& arguments, int threads) {
   std::vector<gradwire::Matrix> matrices;
   for (const auto& [m, left, right, out, rows, columns, rank] : arguments)
@@ -98,6 +158,12 @@ NB_MODULE(_native, m) {
           },
           nb::kw_only(), "kind"_a, "scale_type"_a, "scaling"_a, "bits"_a, "mantissa"_a, "block"_a, "limit"_a,
           "reciprocal"_a, "largest_scale"_a, "start"_a, "rounds"_a, "shrink"_a, "floor"_a);
+  nb::class_<Connections>(m, "Connections")
+      .def(nb::init<const std::vector<std::pair<int, int>>&>())
+      .def("send", &Connections::send)
+      .def("receive", &Connections::receive)
+      .def("flush", &Connections::flush)
+      .def("close", &Connections::close);
   nb::class_<RandomKey>(m, "RandomKey").def(nb::init<std::uint64_t, std::uint64_t, std::uint32_t, std::uint32_t>());
 
   m.def("encode_blocks", [](const Format& format, const RandomKey& key, Address x, Address residual, float decay,

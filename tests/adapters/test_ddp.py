@@ -256,5 +256,5 @@ def test_a_model_that_is_no_ddp_at_all():
 
 def test_before_the_process_group():
     with pytest.raises(ConfigError, match=r"call torch\.distributed\.init_process_group first"):
-        gradwire.collectives.ProcessPeers.of()
+        gradwire.collectives.connect()
     assert not torch.distributed.is_initialized()

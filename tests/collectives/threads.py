@@ -73,8 +73,8 @@ class Counting:
     def size(self):
         return self.inner.size
 
-    def swap(self, into, tag, what):
-        return _Counted(self, self.inner.swap(into, tag, what), {rank: len(data) for rank, data in into.items()}, tag)
+    def swap(self, nbytes, tag, what):
+        return _Counted(self, self.inner.swap(nbytes, tag, what), dict(nbytes), tag)
 
 
 @dataclass

@@ -2,13 +2,13 @@
 
 import time
 
-from gradwire.collectives import ProcessPeers, agree
+from gradwire.collectives import agree, connect
 
 from .base import main
 
 
 def body(settings, rank, ranks):
-    peers = ProcessPeers.of(timeout_s=30)
+    peers = connect(timeout_s=30)
     agree(peers, "all is well")
     if rank == 1:
         time.sleep(0.5)

@@ -7,13 +7,13 @@ import torch
 
 import gradwire
 from gradwire import GradwireError, Key
-from gradwire.collectives import Gather, ProcessPeers, agree, run
+from gradwire.collectives import Gather, agree, connect, run
 
 from .base import main
 
 
 def body(settings, rank, ranks):
-    peers = ProcessPeers.of(timeout_s=30)
+    peers = connect(timeout_s=30)
     return json.dumps([reduce(peers, 8 * i, case, rank, ranks) for i, case in enumerate(settings["cases"])])
 
 

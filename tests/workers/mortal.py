@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import PeerError
-from gradwire.collectives import ProcessPeers, agree
+from gradwire.collectives import agree, connect
 from gradwire.collectives.rank import RENDEZVOUS, run_rank
 
 
@@ -40,7 +40,7 @@ def say(folder, rank, words):
 
 def overtaken(folder, rank, settings):
     """Rank 2 has sent to rank 1 all it waits for, and nothing to rank 0; rank 1 waits for rank 0 only."""
-    peers = ProcessPeers.of(timeout_s=settings["timeout_s"])
+    peers = connect(timeout_s=settings["timeout_s"])
     agree(peers, "all is well")
     letter = torch.ones(1000, dtype=torch.uint8)
     if rank == 2:
@@ -52,10 +52,10 @@ def overtaken(folder, rank, settings):
     started = time.monotonic()
     try:
         if rank == 1:
-            peers.swap({2: letter}, 8, "the exchange").wait()
+            peers.swap({2: 1000}, 8, "the exchange").wait()
         (folder / f"training-{rank}").touch()
         started = time.monotonic()
-        peers.swap({2 if rank == 0 else 0: letter}, 8, "the exchange").wait()
+        peers.swap({2 if rank == 0 else 0: 1000}, 8, "the exchange").wait()
     except PeerError as error:
         say(folder, rank, f"PeerError after {time.monotonic() - started:.1f} s in step 0: {error}")
         os._exit(1)  # like a program that did not expect it: with it go its connections, and the store if it kept it

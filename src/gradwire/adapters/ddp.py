@@ -11,7 +11,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.codecs import Codec
-from gradwire.collectives import PowerSGD, ProcessPeers
+from gradwire.collectives import PowerSGD, connect
 from gradwire.errors import ConfigError
 from gradwire.reducer import GradientReducer, Traffic
 
@@ -56,7 +56,7 @@ def compress(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
-    peers = ProcessPeers.of(model.process_group, timeout_s=timeout_s)
+    peers = connect(model.process_group, timeout_s=timeout_s)
     reducer = GradientReducer(
         {name: p for name, p in model.module.named_parameters() if p.requires_grad},
         codec,

@@ -2,11 +2,11 @@
 
 from gradwire.collectives.base import Collective, Reduced, Reduction, run
 from gradwire.collectives.choose import PowerSGD, method
+from gradwire.collectives.connect import connect
 from gradwire.collectives.gather import Gather
 from gradwire.collectives.low_rank import LowRank
 from gradwire.collectives.peers import Peers, agree
 from gradwire.collectives.pipeline import Pipeline
-from gradwire.collectives.processes import ProcessPeers
 from gradwire.collectives.two_stage import TwoStage
 
 __all__ = [
@@ -16,11 +16,11 @@ __all__ = [
     "Peers",
     "Pipeline",
     "PowerSGD",
-    "ProcessPeers",
     "Reduced",
     "Reduction",
     "TwoStage",
     "agree",
+    "connect",
     "method",
     "run",
 ]

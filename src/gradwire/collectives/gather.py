@@ -19,7 +19,6 @@ from gradwire.collectives.base import (
     payload_of,
     result_tensor,
     ring_bytes,
-    room,
     tensor_of,
     where,
 )
@@ -70,14 +69,13 @@ class Gather:
         # Ranks draw different random bits, so that their errors average out; a payload carries its own key.
         mine, state = codec.encode(x, state, key.fold(peers.rank))
         packed = message(codec, mine)
-        into = {rank: room(codec, mine.spec) for rank in others(peers)}
-        swap = peers.swap(into, tag, f"the exchange of {where(key)}")
+        swap = peers.swap(dict.fromkeys(others(peers), packed.numel()), tag, f"the exchange of {where(key)}")
         for rank in others(peers):
             swap.send(rank, packed)
         yield
+        told = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: packed}
         swap.wait()
-        into[peers.rank] = packed
-        payloads = [payload_of(into[rank], rank, codec, mine.codec, mine.spec, key) for rank in range(peers.size)]
+        payloads = [payload_of(told[rank], rank, codec, mine.codec, mine.spec, key) for rank in range(peers.size)]
         check_finite([int(payload.nonfinite) != 0 for payload in payloads], key)
         total = result_tensor(out, x.numel()).zero_().view(mine.spec.shape)
         codec.decode_add(payloads, total)

@@ -29,7 +29,7 @@ class Loopback:
     >>> import torch
     >>> one, two = Loopback.ranks(2)
     >>> one.swap({}, 0, "a test").send(1, torch.tensor([7], dtype=torch.uint8))
-    >>> two.swap({0: torch.empty(1, dtype=torch.uint8)}, 0, "a test").receive(0)
+    >>> two.swap({0: 1}, 0, "a test").receive(0)
     tensor([7], dtype=torch.uint8)
     """
 
@@ -44,15 +44,15 @@ class Loopback:
         mail = _Mail()
         return [cls(rank, size, timeout_s, mail) for rank in range(size)]
 
-    def swap(self, into: Mapping[int, Tensor], tag: int, what: str) -> _Delivery:
+    def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> _Delivery:
         """Messages are left for the others at once, and theirs collected when they are received."""
-        return _Delivery(self, dict(into), tag, what)
+        return _Delivery(self, dict(nbytes), tag, what)
 
 
 @dataclass(frozen=True)
 class _Delivery:
     peers: Loopback
-    into: dict[int, Tensor]
+    expected: dict[int, int]
     tag: int
     what: str
 
@@ -66,10 +66,13 @@ class _Delivery:
         with mail.arrived:
             if not mail.arrived.wait_for(functools.partial(mail.messages.__contains__, key), self.peers.timeout_s):
                 raise PeerError(f"{self.what} failed: rank {rank} sent nothing for {self.peers.timeout_s:g} s.")
-            return self.into.pop(rank).copy_(mail.messages.pop(key))
+            data = mail.messages.pop(key)
+        if data.numel() != (expected := self.expected.pop(rank)):
+            raise PeerError(f"{self.what} failed: rank {rank} sent {data.numel()} bytes; expected {expected}.")
+        return data
 
     def wait(self) -> None:
-        for rank in list(self.into):
+        for rank in list(self.expected):
             self.receive(rank)
 
 

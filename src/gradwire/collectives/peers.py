@@ -49,8 +49,8 @@ class Peers(Protocol):
         """How many there are, this one included."""
         ...
 
-    def swap(self, into: Mapping[int, Tensor], tag: int, what: str) -> Swap:
-        """Start to receive a message from each rank of ``into``, none of them this one.
+    def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> Swap:
+        """Start to receive a message from each rank of ``nbytes``, none of them this one, of so many bytes.
 
         Messages of equal tags meet, whatever the order they are started in. ``what`` is for people, in an error.
         """
@@ -76,12 +76,11 @@ def agree(peers: Peers, what: str, tag: int = 0) -> None:
     mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8, device="cpu")
     text = f"{what[: _LINE_BYTES - 64]} (checksum {crc32(what.encode()):08x})".encode()[:_LINE_BYTES]
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    lines = {rank: torch.empty_like(mine) for rank in others(peers)}
-    swap = peers.swap(lines, tag, _AGREE)
+    swap = peers.swap(dict.fromkeys(others(peers), _LINE_BYTES), tag, _AGREE)
     for rank in others(peers):
         swap.send(rank, mine)
+    lines = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
     swap.wait()
-    lines[peers.rank] = mine
     said = [bytes(lines[rank].tolist()).rstrip(b"\0").decode(errors="replace") for rank in range(peers.size)]
     for rank, line in enumerate(said):
         if line != said[0]:

@@ -20,7 +20,6 @@ from gradwire.collectives.base import (
     payload_of,
     result_tensor,
     ring_bytes,
-    room,
     tensor_of,
     where,
 )
@@ -126,7 +125,7 @@ class TwoStage:
         rest = None if residual is None else empty(flat.numel(), torch.float32, residual.device)
 
         # This rank's slices to their owners, each as soon as it is encoded. Its own takes part as it is.
-        swap = peers.swap({rank: room(inner, specs[me]) for rank in ranks}, tag, what)
+        swap = peers.swap(dict.fromkeys(ranks, inner.layout(specs[me]).nbytes), tag, what)
         name, sent = "", 0
         for rank in ranks:
             at = parts[rank]
@@ -161,8 +160,7 @@ class TwoStage:
         mean, left = inner._payload(own, specs[me], key.fold(peers.size * peers.size + me), owned, decay)
         packed = torch.cat([message(inner, mean), nonfinite])
         swap.wait()
-        into = {rank: torch.empty(room(inner, specs[rank]).numel() + peers.size, dtype=torch.uint8) for rank in ranks}
-        swap = peers.swap(into, tag + 1, what)
+        swap = peers.swap({rank: inner.layout(specs[rank]).nbytes + peers.size for rank in ranks}, tag + 1, what)
         for rank in ranks:
             swap.send(rank, packed)
         sent += len(ranks) * packed.numel()

@@ -1,0 +1,48 @@
+"""The other ranks of a torch.distributed process group."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from importlib.util import find_spec
+from typing import Final
+
+import torch.distributed as dist
+
+from gradwire.collectives.gloo import GlooPeers
+from gradwire.collectives.processes import ProcessPeers
+from gradwire.collectives.sockets import SocketPeers
+from gradwire.errors import ConfigError
+
+__all__ = ["connect"]
+
+_TRANSPORT: Final = "GRADWIRE_TRANSPORT"
+_calls: Final = Counter[str]()  # by group
+
+
+def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> ProcessPeers:
+    """Connect to the ranks of a process group of any backend. Every rank of it must call this, in the same order.
+
+    Messages go over TCP connections of gradwire's own, or over gloo's with ``GRADWIRE_TRANSPORT=gloo`` in the
+    environment and where the native core is not built. A rank that is silent for ``timeout_s`` counts as stuck.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> connect().size
+    1
+    >>> dist.destroy_process_group()
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError("torch.distributed is not initialized: call torch.distributed.init_process_group first.")
+    if not timeout_s > 0:
+        raise ConfigError(f"`timeout_s` must be above 0; got {timeout_s!r}.")
+    transport = os.environ.get(_TRANSPORT) or ("sockets" if find_spec("gradwire._native") else "gloo")
+    if transport not in ("sockets", "gloo"):
+        raise ConfigError(f"{_TRANSPORT} must be 'sockets' or 'gloo'; got {transport!r}.")
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    _calls[group.group_name] += 1
+    name = f"gradwire/{group.group_name}/{_calls[group.group_name]}"
+    if transport == "gloo":
+        return GlooPeers.of(rank, ranks, name, timeout_s)
+    return SocketPeers.of(rank, len(ranks), name, timeout_s)

@@ -1,0 +1,181 @@
+"""Messages by TCP connections of our own between all ranks, which the native core keeps busy.
+
+A message of gloo's takes three: that there is one, that there is room for it, and itself. Ours are sent at once, and
+wait where they arrive for whoever asks for their tag. That is several times faster, and a tenth of the processor time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from gradwire.collectives.processes import ProcessPeers, SilentError, store
+from gradwire.errors import PeerError
+
+if TYPE_CHECKING:
+    from gradwire._native import Connections
+
+__all__ = ["SocketPeers"]
+
+_HELLO: Final = struct.Struct("<8sI16s")  # who calls: a name, the rank, and what only ranks know
+_NAME: Final = b"gradwire"
+_HELLO_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class SocketPeers(ProcessPeers):
+    """A rank with a connection to each other one."""
+
+    connections: Connections
+
+    @classmethod
+    def of(cls, rank: int, size: int, name: str, timeout_s: float) -> SocketPeers:
+        """Connect to all other ranks, which must call it too. They find each other by the process group's store."""
+        from gradwire._native import Connections
+
+        found = _connect(rank, size, name, timeout_s) if size > 1 else {}
+        connections = Connections([(other, connected.detach()) for other, connected in found.items()])
+        return cls(rank, size, name, timeout_s, connections)
+
+    def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> _Messages:
+        """Nothing needs to be prepared: messages wait where they arrive."""
+        return _Messages(self, tag, what, dict(nbytes))
+
+    def _hang_up(self, accused: int) -> None:
+        self.connections.close()
+
+
+@dataclass(frozen=True)
+class _Messages:
+    peers: SocketPeers
+    tag: int
+    what: str
+    expected: dict[int, int]  # by rank: bytes of what has not been received
+    tickets: dict[int, int] = field(default_factory=dict)
+
+    def send(self, rank: int, data: Tensor) -> None:
+        self.tickets[rank] = self.peers.connections.send(rank, self.tag, data.data_ptr(), data.numel(), data)
+
+    def receive(self, rank: int) -> Tensor:
+        try:
+            data = self.peers.connections.receive(rank, self.tag, self.peers.timeout_s)
+        except RuntimeError as error:
+            raise self.peers.blame(rank, error, self.what) from error
+        if data is None:
+            raise self.peers.blame(rank, self._silence("sent"), self.what)
+        if data.numel() != (expected := self.expected.pop(rank)):
+            raise PeerError(f"{self.what} failed: rank {rank} sent {data.numel()} bytes; expected {expected}.")
+        return data
+
+    def wait(self) -> None:
+        for rank in list(self.expected):
+            self.receive(rank)
+        for rank, ticket in self.tickets.items():
+            try:
+                gone = self.peers.connections.flush(rank, ticket, self.peers.timeout_s)
+            except RuntimeError as error:
+                raise self.peers.blame(rank, error, self.what) from error
+            if not gone:
+                raise self.peers.blame(rank, self._silence("taken"), self.what)
+
+    def _silence(self, what: str) -> SilentError:
+        return SilentError(f"It has {what} nothing for {self.peers.timeout_s:g} s.")
+
+
+def _connect(rank: int, size: int, name: str, timeout_s: float) -> dict[int, socket.socket]:
+    """A connection to every other rank: this one calls those below it, and is called by those above."""
+    secret = secrets.token_bytes(16)
+    family, address = _own_address()
+    connected: dict[int, socket.socket] = {}
+    with socket.create_server((address, 0), family=family, backlog=size) as server:
+        port = server.getsockname()[1]
+        store().set(f"{name}/address/{rank}", f"{port} {secret.hex()} {address}")
+        for other in range(rank):
+            connected[other] = _call(rank, other, name, timeout_s)
+        server.settimeout(timeout_s)
+        while len(connected) < size - 1:
+            try:
+                caller, _ = server.accept()
+            except TimeoutError as error:
+                missing = [other for other in range(rank + 1, size) if other not in connected]
+                raise PeerError(f"ranks {missing} have not connected to rank {rank} in {timeout_s:g} s.") from error
+            who = _who(caller, secret)
+            if who is not None and rank < who < size and who not in connected:
+                connected[who] = caller
+            else:
+                caller.close()  # nobody of ours
+    for each in connected.values():
+        each.setblocking(False)
+    return connected
+
+
+def _call(rank: int, other: int, name: str, timeout_s: float) -> socket.socket:
+    try:
+        port, secret, address = _told(f"{name}/address/{other}", timeout_s).split(" ")
+        connected = socket.create_connection((address, int(port)), timeout_s)
+        connected.sendall(_HELLO.pack(_NAME, rank, bytes.fromhex(secret)))
+    except (OSError, RuntimeError) as error:
+        raise PeerError(f"rank {rank} cannot connect to rank {other}: {error}") from error
+    return connected
+
+
+def _told(key: str, timeout_s: float) -> str:
+    there = store()
+    there.wait([key], timedelta(seconds=timeout_s))
+    return str(there.get(key), "utf-8")
+
+
+def _who(caller: socket.socket, secret: bytes) -> int | None:
+    """The rank that calls, if it is one."""
+    caller.settimeout(_HELLO_S)
+    hello = b""
+    with suppress(OSError):
+        while len(hello) < _HELLO.size and (more := caller.recv(_HELLO.size - len(hello))):
+            hello += more
+    if len(hello) < _HELLO.size:
+        return None
+    name, who, told = _HELLO.unpack(hello)
+    return int(who) if name == _NAME and hmac.compare_digest(told, secret) else None
+
+
+def _own_address() -> tuple[socket.AddressFamily, str]:
+    """The address others reach this rank by: that of gloo's interface if one is named, or else of the way to the store.
+
+    Only it is listened at.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return socket.AF_INET, _address_of(interface)
+    there: object = store()
+    while isinstance(there, PrefixStore):
+        there = there.underlying_store
+    host = there.host if isinstance(there, TCPStore) else socket.gethostname()
+    with suppress(OSError):
+        for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, suppress(OSError):
+                probe.connect(target)  # sends nothing, but chooses the way
+                return family, str(probe.getsockname()[0])
+    return socket.AF_INET, "127.0.0.1"
+
+
+def _address_of(interface: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+        except OSError as error:
+            raise PeerError(f"GLOO_SOCKET_IFNAME names {interface!r}, which has no IPv4 address: {error}.") from error
+    return socket.inet_ntoa(answer[20:24])
