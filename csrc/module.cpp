@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "crc32.h"
+#include "frame.h"
 #include "memory.h"
 #include "mesh.h"
 #include "ops.h"
@@ -171,6 +172,20 @@ NB_MODULE(_native, m) {
     gradwire::Encode a{format, key, at<const float>(x), at<const float>(residual), decay, count,
                        at<std::uint8_t>(codes), at<void>(scales), at<float>(rest), false};
     return unlocked([&] { return gradwire::encode_blocks(a, threads); });
+  });
+  m.def("encode_frame", [](const Format& format, const RandomKey& key, Address x, Address residual, float decay,
+                           Index count, Address frame, std::size_t bytes, nb::bytes header, std::size_t codes,
+                           std::size_t scales, Address rest, int threads) {
+    gradwire::Encode a{format, key, at<const float>(x), at<const float>(residual), decay, count,
+                       at<std::uint8_t>(frame + codes), at<void>(frame + scales), at<float>(rest), false};
+    const auto* head = static_cast<const std::uint8_t*>(header.data());
+    const std::size_t head_bytes = header.size();
+    return unlocked([&] { return gradwire::encode_frame(a, at<std::uint8_t>(frame), bytes, head, head_bytes, threads); });
+  });
+  m.def("check_frame", [](Address frame, std::size_t bytes, nb::bytes header) {
+    const auto* head = static_cast<const std::uint8_t*>(header.data());
+    const std::size_t head_bytes = header.size();
+    return unlocked([&] { return int(gradwire::check_frame(at<const std::uint8_t>(frame), bytes, head, head_bytes)); });
   });
   m.def("decode_blocks", [](const Format& format, const std::vector<std::pair<Address, Address>>& payloads,
                             Index code_bytes, Address out, Index count, bool add, int threads) {

@@ -41,6 +41,23 @@ def use_instruction_set(name: str) -> None: ...
 def take_memory(nbytes: int) -> Tensor: ...
 def kept_memory() -> int: ...
 def release_memory() -> None: ...
+def encode_frame(
+    form: Format,
+    key: RandomKey,
+    x: int,
+    residual: int,
+    decay: float,
+    count: int,
+    frame: int,
+    nbytes: int,
+    header: bytes,
+    codes_at: int,
+    scales_at: int,
+    rest: int,
+    threads: int,
+    /,
+) -> int: ...
+def check_frame(frame: int, nbytes: int, header: bytes, /) -> int: ...
 def encode_blocks(
     form: Format,
     key: RandomKey,

@@ -35,6 +35,7 @@ The key is the random key the tensor was encoded with; codecs that share randomn
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ __all__ = [
     "Key",
     "Payload",
     "TensorSpec",
+    "frame_header",
     "header_nbytes",
     "pack",
     "pack_into",
@@ -71,6 +73,9 @@ MAX_DECODED_BYTES: Final = 1 << 30
 Decoding takes working memory besides, up to about twenty times the tensor for codecs with randomness."""
 
 _FIXED: Final = struct.Struct("<4sIBBHBBBBHHIQQQ")
+_FLAGS_AT: Final = 9
+_KEY: Final = struct.Struct("<IQQ")  # bucket, seed, step
+_KEY_AT: Final = 20
 _NON_FINITE: Final = 1
 _DTYPES: Final = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64)
 _CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -214,31 +219,51 @@ def pack_into(payload: Payload, out: Tensor) -> int:
     >>> pack_into(payload, out)
     86
     """
-    name = payload.codec.encode("ascii")
-    shape = payload.spec.shape
-    header = header_nbytes(payload.codec, len(shape), len(payload.parts))
-    if header >= 1 << 16:
-        raise ConfigError(f"the codec string is too long for a payload: {len(name)} characters.")
     lengths = [part.numel() * part.dtype.itemsize for part in payload.parts]
-    total = header + sum(lengths)
+    parts = tuple((part.dtype, length) for part, length in zip(payload.parts, lengths, strict=True))
+    header = frame_header(payload.codec, payload.spec, parts, payload.key)
+    total = len(header) + sum(lengths)
     if out.dtype != torch.uint8 or out.dim() != 1 or out.device.type != "cpu" or out.numel() < total:
         raise ConfigError(f"`out` must be {total} bytes on the CPU, flat; got {tuple(out.shape)} {out.dtype}.")
     frame = out.numpy().data
-    key = payload.key
-    tables = [*shape, *(_CODES[p.dtype] << 56 | n for p, n in zip(payload.parts, lengths, strict=True))]
-    struct.pack_into(f"<{len(tables)}Q", frame, _FIXED.size, *tables)
-    start = _FIXED.size + 8 * len(tables)
-    frame[start:header] = name.ljust(header - start, b"\0")
-    offset = header
+    offset = len(header)
+    frame[:offset] = header
     for part, length in zip(payload.parts, lengths, strict=True):
         if length:
             out[offset : offset + length] = part.contiguous().view(torch.uint8)
         offset += length
-    flags = _NON_FINITE if int(payload.nonfinite) else 0
-    counts = (header, _CODES[payload.spec.dtype], len(shape), len(payload.parts), 0, len(name), 0)
-    _FIXED.pack_into(frame, 0, MAGIC, 0, VERSION, flags, *counts, key.bucket, key.seed, key.step, total)
+    frame[_FLAGS_AT] = _NON_FINITE if int(payload.nonfinite) else 0
     struct.pack_into("<I", frame, 4, crc32(frame[8:total]))
     return total
+
+
+def frame_header(codec: str, spec: TensorSpec, parts: tuple[tuple[torch.dtype, int], ...], key: Key) -> bytes:
+    """Header of a frame with such parts, each a dtype and bytes; checksum and flags are zeros still.
+
+    >>> len(frame_header("int8", TensorSpec((4,)), ((torch.bfloat16, 2), (torch.uint8, 4)), Key()))
+    80
+    """
+    header = bytearray(_header_of(codec, spec, parts))
+    _KEY.pack_into(header, _KEY_AT, key.bucket, key.seed, key.step)
+    return bytes(header)
+
+
+@functools.lru_cache(maxsize=4096)
+def _header_of(codec: str, spec: TensorSpec, parts: tuple[tuple[torch.dtype, int], ...]) -> bytes:
+    """The same for all keys; a training asks for the same few every step."""
+    name = codec.encode("ascii")
+    length = header_nbytes(codec, len(spec.shape), len(parts))
+    if length >= 1 << 16:
+        raise ConfigError(f"the codec string is too long for a payload: {len(name)} characters.")
+    header = bytearray(length)
+    counts = (length, _CODES[spec.dtype], len(spec.shape), len(parts), 0, len(name), 0)
+    total = length + sum(nbytes for _, nbytes in parts)
+    _FIXED.pack_into(header, 0, MAGIC, 0, VERSION, 0, *counts, 0, 0, 0, total)
+    tables = [*spec.shape, *(_CODES[dtype] << 56 | nbytes for dtype, nbytes in parts)]
+    struct.pack_into(f"<{len(tables)}Q", header, _FIXED.size, *tables)
+    start = _FIXED.size + 8 * len(tables)
+    header[start : start + len(name)] = name
+    return bytes(header)
 
 
 def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = False, copy: bool = True) -> Payload:

@@ -309,6 +309,10 @@ class Codec(ABC):
         assert rest is not None
         return payload, rest.view(spec.shape)
 
+    def sends(self, step: int) -> Codec:
+        """The codec its payloads name at a step: itself, unless it is a transform of what another one sends."""
+        return self
+
     def finish(self, mean: Tensor, state: State) -> tuple[Tensor, State]:
         """What the mean of all ranks' decoded payloads stands for; most codecs: the mean itself."""
         return mean, state

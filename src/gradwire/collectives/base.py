@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradwire import wire
-from gradwire.codecs import Codec, State
+from gradwire.codecs import State
 from gradwire.collectives.peers import Peers
-from gradwire.errors import ConfigError, NonFiniteError, PeerError, WireError
+from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.kernels import ops
 from gradwire.kernels.memory import empty
-from gradwire.wire import Key, Payload, TensorSpec
+from gradwire.wire import Key, TensorSpec
 
 __all__ = [
     "STAGES",
@@ -25,11 +24,8 @@ __all__ = [
     "check_finite",
     "delivered",
     "finite_sum",
-    "message",
-    "payload_of",
     "result_tensor",
     "ring_bytes",
-    "room",
     "run",
     "tensor_of",
     "where",
@@ -121,41 +117,6 @@ def check_finite(nonfinite: Sequence[bool], key: Key) -> None:
 def where(key: Key) -> str:
     """A reduction, for people."""
     return f"bucket {key.bucket} of step {key.step}"
-
-
-def room(codec: Codec, spec: TensorSpec) -> Tensor:
-    """A message for a payload: of the same size on every rank, though a frame may be shorter."""
-    return empty(codec.layout(spec).nbytes, torch.uint8, torch.device("cpu"))
-
-
-def message(codec: Codec, payload: Payload, nonfinite: bool | None = None) -> Tensor:
-    """The message with a payload; ``nonfinite`` overrides what the payload says."""
-    if nonfinite is not None:
-        payload = replace(payload, nonfinite=torch.tensor(-int(nonfinite), device="cpu"))
-    packed = room(codec, payload.spec)
-    packed[wire.pack_into(payload, packed) :] = 0
-    return packed
-
-
-def payload_of(packed: Tensor, rank: int, decoder: Codec, codec: str, spec: TensorSpec, key: Key) -> Payload:
-    """The payload of a rank's message, which must be of that codec, spec, step and bucket. It shares its memory."""
-    try:
-        payload = wire.unpack(packed.numpy(), max_bytes=1 << 62, padded=True, copy=False)
-    except WireError as error:
-        raise PeerError(f"rank {rank} sent something else than a payload: {error}") from error
-    got = (payload.codec, payload.spec, payload.key.step, payload.key.bucket)
-    wanted = (codec, spec, key.step, key.bucket)
-    if got != wanted:
-        raise PeerError(f"rank {rank} sent {_label(*got)}; this rank expected {_label(*wanted)}.")
-    try:
-        decoder._checked_parts(payload)
-    except WireError as error:
-        raise PeerError(f"rank {rank} sent a payload of other parts: {error}") from error
-    return payload
-
-
-def _label(codec: str, spec: TensorSpec, step: int, bucket: int) -> str:
-    return f"{codec} of {spec}, step {step}, bucket {bucket}"
 
 
 def result_tensor(out: Tensor | None, numel: int) -> Tensor:

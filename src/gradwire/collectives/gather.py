@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,14 +16,14 @@ from gradwire.collectives.base import (
     check_finite,
     delivered,
     finite_sum,
-    message,
-    payload_of,
     result_tensor,
     ring_bytes,
     tensor_of,
     where,
 )
+from gradwire.collectives.frames import Frames, pack, payload_of
 from gradwire.collectives.peers import Peers, others
+from gradwire.transforms import is_stateful
 from gradwire.wire import Key, TensorSpec
 
 __all__ = ["Gather"]
@@ -46,6 +47,14 @@ class Gather:
     peers: Peers
     codec: Codec
 
+    @functools.cached_property
+    def _frames(self) -> Frames:
+        return Frames(self.codec)
+
+    @functools.cached_property
+    def _stateful(self) -> bool:
+        return is_stateful(self.codec)
+
     def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
         """That of the codec."""
         return self.codec.init(spec, device)
@@ -65,20 +74,32 @@ class Gather:
 
     def reduce(self, x: Tensor, state: State, key: Key, tag: int, out: Tensor | None = None) -> Reduction:
         """Send one payload to all, and decode those of all."""
-        peers, codec = self.peers, self.codec
+        peers, codec, frames = self.peers, self.codec, self._frames
         # Ranks draw different random bits, so that their errors average out; a payload carries its own key.
-        mine, state = codec.encode(x, state, key.fold(peers.rank))
-        packed = message(codec, mine)
+        mine = key.fold(peers.rank)
+        spec = TensorSpec.of(x)
+        if self._stateful:
+            payload, state = codec.encode(x, state, mine)
+            packed = torch.empty(frames.nbytes(spec), dtype=torch.uint8, device="cpu")
+            pack(payload, packed)
+        else:
+            packed, _ = frames.encode(x.reshape(-1), spec, mine)
         swap = peers.swap(dict.fromkeys(others(peers), packed.numel()), tag, f"the exchange of {where(key)}")
         for rank in others(peers):
             swap.send(rank, packed)
         yield
         told = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: packed}
         swap.wait()
-        payloads = [payload_of(told[rank], rank, codec, mine.codec, mine.spec, key) for rank in range(peers.size)]
-        check_finite([int(payload.nonfinite) != 0 for payload in payloads], key)
-        total = result_tensor(out, x.numel()).zero_().view(mine.spec.shape)
-        codec.decode_add(payloads, total)
-        mean, state = codec.finish(finite_sum(total, key).div_(peers.size), state)
+        letters = [(rank, told[rank]) for rank in range(peers.size)]
+        total = result_tensor(out, x.numel()).zero_()
+        if self._stateful:
+            payloads = [payload_of(letter, rank, codec, spec, key) for rank, letter in letters]
+            bad = [rank for rank, each in enumerate(payloads) if int(each.nonfinite)]
+            if not bad:
+                codec.decode_add(payloads, total.view(spec.shape))
+        else:
+            bad = frames.decode(letters, spec, key, total, add=True)
+        check_finite([rank in bad for rank in range(peers.size)], key)
+        mean, state = codec.finish(finite_sum(total.view(spec.shape), key).div_(peers.size), state)
         moved = (peers.size - 1) * packed.numel()
         return Reduced(delivered(mean, out, x), state, moved, moved, ring_bytes(x.numel(), peers.size))

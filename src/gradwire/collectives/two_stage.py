@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,13 +17,12 @@ from gradwire.collectives.base import (
     Reduction,
     check_finite,
     delivered,
-    message,
-    payload_of,
     result_tensor,
     ring_bytes,
     tensor_of,
     where,
 )
+from gradwire.collectives.frames import Frames
 from gradwire.collectives.peers import Peers, others
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.kernels import ops
@@ -75,6 +75,10 @@ class TwoStage:
     def _inner(self) -> Codec:
         return self._feedback.inner if self._feedback else self.codec
 
+    @functools.cached_property
+    def _frames(self) -> Frames:
+        return Frames(self._inner)
+
     def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
         """Residuals of zeros: of what this rank sends, and of the slice it owns."""
         if self._feedback is None:
@@ -116,26 +120,22 @@ class TwoStage:
 
     def reduce(self, x: Tensor, state: State, key: Key, tag: int, out: Tensor | None = None) -> Reduction:
         """Reduce a tensor as a flat one."""
-        peers, me, inner = self.peers, self.peers.rank, self._inner
+        peers, me, frames = self.peers, self.peers.rank, self._frames
         flat, ranks, what = x.reshape(-1), others(peers), f"the exchange of {where(key)}"
-        parts = slices(flat.numel(), peers.size)
-        specs = [TensorSpec((part.stop - part.start,)) for part in parts]
+        parts, specs = _slices_and_specs(flat.numel(), peers.size)
         feedback, decay = self._feedback is not None, self._feedback.decay if self._feedback else 1.0
         residual = tensor_of(state, "residual").view(-1) if feedback else None
         rest = None if residual is None else empty(flat.numel(), torch.float32, residual.device)
 
         # This rank's slices to their owners, each as soon as it is encoded. Its own takes part as it is.
-        swap = peers.swap(dict.fromkeys(ranks, inner.layout(specs[me]).nbytes), tag, what)
-        name, sent = "", 0
+        swap = peers.swap(dict.fromkeys(ranks, frames.nbytes(specs[me])), tag, what)
+        sent = 0
         for rank in ranks:
-            at = parts[rank]
-            before = None if residual is None else residual[at]
-            payload, left = inner._payload(flat[at], specs[rank], key.fold(me * peers.size + rank), before, decay)
-            packed = message(inner, payload)
+            at, mine = parts[rank], key.fold(me * peers.size + rank)
+            before, after = (None, None) if residual is None or rest is None else (residual[at], rest[at])
+            packed, _ = frames.encode(flat[at], specs[rank], mine, residual=before, decay=decay, rest=after)
             swap.send(rank, packed)
-            name, sent = payload.codec, sent + packed.numel()
-            if rest is not None and left is not None:
-                rest[at] = left
+            sent += packed.numel()
         own, bad = ops.accumulate(flat[parts[me]], None if residual is None else residual[parts[me]], decay)
         if own.data_ptr() == flat[parts[me]].data_ptr() and out is None:
             own = own.clone()  # what was given stays as it is
@@ -144,48 +144,48 @@ class TwoStage:
         yield
 
         # The owner: the sum of all, its own first and then in the order of ranks, in float32; and who sent NaN or Inf.
-        own, received = own.to("cpu"), 0
-        nonfinite = torch.zeros(peers.size, dtype=torch.uint8, device="cpu")
-        nonfinite[me] = int(bad) != 0
-        for rank in sorted(ranks):
-            packed = swap.receive(rank)
-            payload = payload_of(packed, rank, inner, name, specs[me], key)
-            received += packed.numel()
-            if int(payload.nonfinite):
-                nonfinite[rank] = 1
-            else:
-                inner.decode_add(payload, own)
+        own = own.to("cpu")
+        letters = [(rank, swap.receive(rank)) for rank in sorted(ranks)]
+        received = sum(letter.numel() for _, letter in letters)
+        nonfinite = frames.decode(letters, specs[me], key, own, add=True) + ([me] if int(bad) else [])
         own.div_(peers.size)
         owned = tensor_of(state, "owned") if feedback else None
-        mean, left = inner._payload(own, specs[me], key.fold(peers.size * peers.size + me), owned, decay)
-        packed = torch.cat([message(inner, mean), nonfinite])
+        left = None if owned is None else torch.empty_like(owned)
+        mine = key.fold(peers.size * peers.size + me)
+        mean, _ = frames.encode(own, specs[me], mine, tail=peers.size, residual=owned, decay=decay, rest=left)
+        for rank in nonfinite:
+            mean[rank - peers.size] = 1
         swap.wait()
-        swap = peers.swap({rank: inner.layout(specs[rank]).nbytes + peers.size for rank in ranks}, tag + 1, what)
+        swap = peers.swap({rank: frames.nbytes(specs[rank]) + peers.size for rank in ranks}, tag + 1, what)
         for rank in ranks:
-            swap.send(rank, packed)
-        sent += len(ranks) * packed.numel()
+            swap.send(rank, mean)
+        sent += len(ranks) * mean.numel()
         yield
 
         # The means of all owners, each as it arrives.
         result = result_tensor(out, flat.numel())
-        overflow = False
+        overflow, found = False, mean[-peers.size :]
         for rank in [*reversed(ranks), me]:
-            told = packed if rank == me else swap.receive(rank)
-            payload = payload_of(told[: -peers.size], rank, inner, mean.codec, specs[rank], key)
-            received += told.numel() if rank != me else 0
-            nonfinite |= told[-peers.size :]
-            if int(payload.nonfinite):
-                overflow = True
-            else:
-                inner.decode(payload, out=result[parts[rank]])
+            told = mean if rank == me else swap.receive(rank)
+            overflow |= bool(frames.decode([(rank, told)], specs[rank], key, result[parts[rank]], add=False))
+            if rank != me:
+                received += told.numel()
+                found = found | told[-peers.size :]
         swap.wait()
-        check_finite(nonfinite.tolist(), key)
+        check_finite(found.tolist(), key)
         if overflow:
             raise NonFiniteError(f"{where(key)}: the sum of all ranks leaves float32.")
-        after: State = EMPTY
+        after_all: State = EMPTY
         if rest is not None and left is not None:
-            after = {"residual": rest.view(x.shape), "owned": left}
-        return Reduced(delivered(result, out, x), after, sent, received, ring_bytes(flat.numel(), peers.size))
+            after_all = {"residual": rest.view(x.shape), "owned": left}
+        return Reduced(delivered(result, out, x), after_all, sent, received, ring_bytes(flat.numel(), peers.size))
+
+
+@functools.lru_cache(maxsize=1024)
+def _slices_and_specs(numel: int, ranks: int) -> tuple[list[slice], list[TensorSpec]]:
+    """Remembered: a training asks for the same few every step."""
+    parts = slices(numel, ranks)
+    return parts, [TensorSpec((part.stop - part.start,)) for part in parts]
 
 
 def _starts(sizes: Sequence[int]) -> Iterator[int]:

@@ -131,6 +131,54 @@ def encode_blocks(
     return codes, scales, _nonfinite(bad), rest
 
 
+def encode_frame(
+    x: Tensor,
+    form: Format,
+    key: Key,
+    residual: Tensor | None,
+    decay: float,
+    rest: Tensor | None,
+    frame: Tensor,
+    header: bytes,
+    codes_at: int,
+    scales_at: int,
+) -> int:
+    """Encode into the places of a frame, and seal it; how many values are not finite."""
+    count = x.numel()
+    nonfinite: int = _native.encode_frame(
+        _format(form),
+        _key(key, law.STREAM_ROUNDING),
+        _address(x),
+        _address(residual, count=count),
+        decay,
+        count,
+        _address(frame, torch.uint8),
+        frame.numel(),
+        header,
+        codes_at,
+        scales_at,
+        _address(rest, count=count if rest is not None else None),
+        torch.get_num_threads(),
+    )
+    return nonfinite
+
+
+def decode_frames(
+    out: Tensor, frames: Sequence[Tensor], form: Format, codes_at: int, scales_at: int, *, add: bool
+) -> None:
+    """Decode frames that :func:`check_frame` has seen."""
+    count = out.numel()
+    pairs = [(start + codes_at, start + scales_at) for start in map(Tensor.data_ptr, frames)]
+    nbytes = form.code_count(count) * form.code_dtype.itemsize
+    _native.decode_blocks(_format(form), pairs, nbytes, _address(out), count, add, torch.get_num_threads())
+
+
+def check_frame(frame: Tensor, nbytes: int, header: bytes) -> bool | None:
+    """Whether a sound frame with this header, but for the seed, holds NaN or Inf; None if it is something else."""
+    found: int = _native.check_frame(_address(frame, torch.uint8), nbytes, header)
+    return bool(found) if found < 2 else None
+
+
 def decode_blocks(out: Tensor, payloads: Sequence[tuple[Tensor, Tensor]], form: Format, add: bool) -> None:
     count = out.numel()
     kept, pairs = [], []

@@ -17,7 +17,7 @@ import torch
 from gradwire.errors import ConfigError
 from gradwire.kernels import reference
 
-__all__ = ["available", "backends", "implementation", "op", "use"]
+__all__ = ["available", "backends", "implementation", "native", "op", "use"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,6 +77,16 @@ def _using(backend: str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def native() -> ModuleType | None:
+    """The native backend, if that is what runs ops on the CPU: for what is more than an op.
+
+    >>> with use("reference"):
+    ...     print(native())
+    None
+    """
+    return _modules().get("native") if _forced.get() in (None, "native") else None
 
 
 def implementation(name: str, device: str) -> tuple[str, Callable[..., Any]]:

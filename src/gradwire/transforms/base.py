@@ -52,6 +52,10 @@ class SenderTransform(Codec):
         """That of the inner codec."""
         return self.inner.layout(spec)
 
+    def sends(self, step: int) -> Codec:
+        """What the inner codec sends."""
+        return self.inner.sends(step)
+
     def _payload(
         self, flat: Tensor, spec: TensorSpec, key: Key, residual: Tensor | None = None, decay: float = 1.0
     ) -> tuple[Payload, Tensor | None]:

@@ -70,6 +70,10 @@ class WarmUp(SenderTransform):
         warm = len(self._stages) - 1
         return self._stages[min(warm, step * warm // self.steps)]
 
+    def sends(self, step: int) -> Codec:
+        """The stage."""
+        return self.stage(step)
+
     def layout(self, spec: TensorSpec) -> Layout:
         """That of the densest stage: an upper bound."""
         layouts = [stage.layout(spec) for stage in self._stages]
