@@ -12,7 +12,7 @@ const Kernels kernels = {
     GRADWIRE_NAME(GRADWIRE_ISA), encode_range,     decode_range, accumulate_range, clean_range,
     random_range,                pack_range,       unpack_range, find_range,       histogram_range,
     block_top_range,             rotate_range,     thin_range,   thin_transposed_range,
-    outer_range,
+    outer_range,                 mean_range,
 };
 
 }  // namespace gradwire::GRADWIRE_ISA

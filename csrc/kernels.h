@@ -77,6 +77,9 @@ struct Matrix {  // a rows x columns, thin factors with `rank` columns stored tr
   float* out;
   std::int64_t rows, columns;
   int rank;
+  // If there are any, M Q is that of their sum, and the sum is written to m.
+  const float* x = nullptr;
+  const float* residual = nullptr;
 };
 
 struct Kernels {
@@ -98,10 +101,12 @@ struct Kernels {
                     std::int64_t end, std::int64_t* out);
   void (*rotate)(const RandomKey&, const float* x, std::int64_t count, std::int64_t block, bool inverse, float limit,
                  float factor, float* out, std::int64_t begin, std::int64_t end, float* scratch);
-  // M Q for rows begin to end, M^T P for columns begin to end, M - P Q^T for rows begin to end.
+  // M Q for rows begin to end, M^T P for columns begin to end, M - P Q^T for rows begin to end; and P Q^T,
+  // which is taken off M.
   void (*thin)(const Matrix&, std::int64_t begin, std::int64_t end);
   void (*thin_transposed)(const Matrix&, std::int64_t begin, std::int64_t end);
   void (*outer)(const Matrix&, bool streamed, std::int64_t begin, std::int64_t end);
+  void (*mean)(const Matrix&, std::int64_t begin, std::int64_t end);
 };
 
 namespace portable {

@@ -43,6 +43,12 @@ static inline void thin_tile(const Matrix& a, std::int64_t row, int rank, std::i
 
 template <int kRows>
 static inline void thin_rows(const Matrix& a, std::int64_t row) {
+  if (a.x) {
+    float* m = const_cast<float*>(a.m);
+    const std::int64_t end = (row + kRows) * a.columns;
+    for (std::int64_t i = row * a.columns; i < end; i += kLanes)
+      store_some(m + i, load_some(a.x + i, end - i) + load_some(a.residual + i, end - i), end - i);
+  }
   for (std::int64_t i = row * a.rank; i < (row + kRows) * a.rank; ++i) a.out[i] = 0.0f;
   for (std::int64_t first = 0; first < a.columns; first += kColumnTile) {
     const std::int64_t stop = least(a.columns, first + kColumnTile);
@@ -135,6 +141,37 @@ static void outer_range(const Matrix& a, bool streamed, std::int64_t begin, std:
   for (; row + 4 <= end; row += 4) outer_rows<4>(a, streamed, row);
   for (; row < end; ++row) outer_rows<1>(a, streamed, row);
   if (streamed) end_of_streams();
+}
+
+// out = P Q^T, m -= out. A product at a time, in the order of the rank and never fused: the mean must be the same on
+// every machine.
+template <int kRows>
+static inline void mean_rows(const Matrix& a, std::int64_t row) {
+  const float* p = a.left + row * a.rank;
+  float* e = const_cast<float*>(a.m);
+  for (std::int64_t j = 0; j < a.columns; j += kLanes) {
+    const std::int64_t n = a.columns - j;
+    F sum[kRows];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) sum[i] = all(0.0f);
+    for (int r = 0; r < a.rank; ++r) {
+      const F q = load_some(a.right + r * a.columns + j, n);
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) sum[i] = sum[i] + all(p[i * a.rank + r]) * q;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const std::int64_t at = (row + i) * a.columns + j;
+      store_some(e + at, load_some(e + at, n) - sum[i], n);
+      store_some(a.out + at, sum[i], n);
+    }
+  }
+}
+
+static void mean_range(const Matrix& a, std::int64_t begin, std::int64_t end) {
+  std::int64_t row = begin;
+  for (; row + 4 <= end; row += 4) mean_rows<4>(a, row);
+  for (; row < end; ++row) mean_rows<1>(a, row);
 }
 
 }  // namespace gradwire::GRADWIRE_ISA

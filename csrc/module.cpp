@@ -121,10 +121,15 @@ class Connections {
   gradwire::Mesh mesh_;
 };
 
-void products(gradwire::Product what, const std::vector<MatrixArguments>& arguments, int threads) {
+std::vector<gradwire::Matrix> matrices_of(const std::vector<MatrixArguments>& arguments) {
   std::vector<gradwire::Matrix> matrices;
   for (const auto& [m, left, right, out, rows, columns, rank] : arguments)
     matrices.push_back({at<float>(m), at<float>(left), at<float>(right), at<float>(out), rows, columns, rank});
+  return matrices;
+}
+
+void products(gradwire::Product what, const std::vector<MatrixArguments>& arguments, int threads) {
+  const auto matrices = matrices_of(arguments);
   unlocked([&] { gradwire::products(what, matrices, threads); });
 }
 
@@ -259,10 +264,29 @@ NB_MODULE(_native, m) {
   m.def("thin_products", [](const std::vector<MatrixArguments>& matrices, int threads) {
     products(gradwire::Product::thin, matrices, threads);
   });
+  m.def("thin_products_of_sums", [](const std::vector<MatrixArguments>& arguments,
+                                    const std::vector<std::pair<Address, Address>>& terms, int threads) {
+    auto matrices = matrices_of(arguments);
+    for (std::size_t i = 0; i < matrices.size(); ++i) {
+      matrices[i].x = at<const float>(terms.at(i).first);
+      matrices[i].residual = at<const float>(terms.at(i).second);
+    }
+    unlocked([&] { gradwire::products(gradwire::Product::thin, matrices, threads); });
+  });
   m.def("thin_transposed_products", [](const std::vector<MatrixArguments>& matrices, int threads) {
     products(gradwire::Product::thin_transposed, matrices, threads);
   });
   m.def("outer_residual", [](const std::vector<MatrixArguments>& matrices, int threads) {
     products(gradwire::Product::outer, matrices, threads);
+  });
+  m.def("outer_mean", [](const std::vector<MatrixArguments>& matrices, int threads) {
+    products(gradwire::Product::mean, matrices, threads);
+  });
+  m.def("orthogonalize", [](const std::vector<std::tuple<Address, Address, Index, int>>& factors, double shift,
+                            double least) {
+    unlocked([&] {
+      for (const auto& [in, out, rows, rank] : factors)
+        gradwire::orthogonalize({at<const float>(in), at<float>(out), rows, rank}, shift, least);
+    });
   });
 }

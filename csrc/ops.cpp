@@ -400,6 +400,7 @@ void products(Product what, const std::vector<Matrix>& matrices, int threads) {
                if (what == Product::thin) kernels().thin(m, begin, end);
                if (what == Product::thin_transposed) kernels().thin_transposed(m, begin, end);
                if (what == Product::outer) kernels().outer(m, streamed, begin, end);
+               if (what == Product::mean) kernels().mean(m, begin, end);
              });
   }
   std::int64_t elements = 1;
@@ -411,8 +412,54 @@ void products(Product what, const std::vector<Matrix>& matrices, int threads) {
       if (what == Product::thin) kernels().thin(m, 0, m.rows);
       if (what == Product::thin_transposed) kernels().thin_transposed(m, 0, m.columns);
       if (what == Product::outer) kernels().outer(m, false, 0, m.rows);
+      if (what == Product::mean) kernels().mean(m, 0, m.rows);
     }
   });
+}
+
+void orthogonalize(const Factor& factor, double shift, double least) {
+  // Cholesky's decomposition of the Gram matrix, twice: the second time mends what the first one rounds off.
+  const std::int64_t n = factor.rows;
+  const int r = factor.rank;
+  const std::size_t size = std::size_t(r) * std::size_t(r);
+  std::vector<double> w(std::size_t(n) * std::size_t(r)), gram(size), upper(size), row(static_cast<std::size_t>(r));
+  for (std::size_t i = 0; i < w.size(); ++i) w[i] = double(factor.in[i]);
+  for (int round = 0; round < 2; ++round) {
+    std::fill(gram.begin(), gram.end(), 0.0);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const double* from = w.data() + i * r;
+      for (int a = 0; a < r; ++a) {
+        double* sums = gram.data() + a * r;
+        for (int b = 0; b < r; ++b) sums[b] += from[a] * from[b];
+      }
+    }
+    double trace = 0.0;
+    for (int a = 0; a < r; ++a) trace += gram[std::size_t(a * r + a)];
+    for (int a = 0; a < r; ++a) gram[std::size_t(a * r + a)] += shift * trace + least;
+    // gram = L L^T, L in the lower half.
+    for (int a = 0; a < r; ++a)
+      for (int b = 0; b <= a; ++b) {
+        double sum = gram[std::size_t(a * r + b)];
+        for (int k = 0; k < b; ++k) sum -= gram[std::size_t(a * r + k)] * gram[std::size_t(b * r + k)];
+        gram[std::size_t(a * r + b)] = a == b ? std::sqrt(sum) : sum / gram[std::size_t(b * r + b)];
+      }
+    // The inverse of L, transposed: row k, column a.
+    std::fill(upper.begin(), upper.end(), 0.0);
+    for (int k = 0; k < r; ++k)
+      for (int a = k; a < r; ++a) {
+        double sum = a == k ? 1.0 : 0.0;
+        for (int b = k; b < a; ++b) sum -= gram[std::size_t(a * r + b)] * upper[std::size_t(k * r + b)];
+        upper[std::size_t(k * r + a)] = sum / gram[std::size_t(a * r + a)];
+      }
+    for (std::int64_t i = 0; i < n; ++i) {
+      double* to = w.data() + i * r;
+      std::fill(row.begin(), row.end(), 0.0);
+      for (int k = 0; k < r; ++k)
+        for (int a = 0; a < r; ++a) row[std::size_t(a)] += to[k] * upper[std::size_t(k * r + a)];
+      std::copy(row.begin(), row.end(), to);
+    }
+  }
+  for (std::size_t i = 0; i < w.size(); ++i) factor.out[i] = float(w[i]);
 }
 
 }  // namespace gradwire

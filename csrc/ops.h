@@ -36,7 +36,16 @@ std::int64_t unpack_indices(const std::uint8_t* data, std::int64_t total, std::i
 void rotate(const RandomKey& key, const float* x, std::int64_t count, std::int64_t block, bool inverse, float limit,
             float factor, float* out, int threads);
 
-enum class Product { thin, thin_transposed, outer };
+enum class Product { thin, thin_transposed, outer, mean };
 void products(Product what, const std::vector<Matrix>& matrices, int threads);
+
+struct Factor {  // rows x rank
+  const float* in;
+  float* out;
+  std::int64_t rows;
+  int rank;
+};
+// Columns that span the same and are orthonormal: the same bytes on every machine.
+void orthogonalize(const Factor& factor, double shift, double least);
 
 }  // namespace gradwire

@@ -12,8 +12,8 @@ import gradwire
 from gradwire import ConfigError, NonFiniteError, PeerError, TensorSpec, wire
 from gradwire.collectives import Gather, LowRank, Pipeline, TwoStage, agree, method
 from gradwire.collectives.loopback import Alone, Loopback
-from gradwire.collectives.low_rank import orthogonalize
 from gradwire.collectives.two_stage import slices
+from gradwire.kernels.ops import orthogonalize
 
 from .threads import TIMEOUT_S, Counting, on_every_rank, reduce_all, results, tensors
 

@@ -225,11 +225,15 @@ def check_products(rng, backend, device):
         there = on(device, *ms), on(device, *ps), on(device, *qs)
         results = ops.thin_products(there[0], there[2]), ops.thin_transposed_products(there[0], there[1])
         rest = ops.outer_residual(*there)
+        taken, means = [m.clone() for m in there[0]], [torch.empty_like(m) for m in there[0]]
+        ops.outer_mean(taken, there[1], there[2], means)
     for i, (m, p, q) in enumerate(zip(ms, ps, qs, strict=True)):
         for got, a, b in ((results[0][i], m, q), (results[1][i], m.T, p)):
             within(got, a.double() @ b.double(), a.abs().double() @ b.abs().double(), a.shape[1])
         magnitude = m.abs().double() + p.abs().double() @ q.abs().double().T
         within(rest[i], m.double() - p.double() @ q.double().T, magnitude, p.shape[1] + 1)
+        within(means[i], p.double() @ q.double().T, p.abs().double() @ q.abs().double().T, p.shape[1])
+        assert torch.equal(taken[i].cpu(), m - means[i].cpu())
 
 
 def within(got, exact, magnitude, terms):

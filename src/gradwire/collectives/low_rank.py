@@ -5,6 +5,7 @@ Everybody's rank 4 in float32 costs the bytes of rank 16 in int8, which needs fa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs import Codec, State, codec
-from gradwire.collectives.base import Reduced, Reduction, delivered, result_tensor, ring_bytes, tensor_of
+from gradwire.collectives.base import Collective, Reduced, Reduction, delivered, result_tensor, ring_bytes, tensor_of
 from gradwire.collectives.choose import flat_collective
 from gradwire.collectives.peers import Peers
 from gradwire.errors import ConfigError
@@ -23,11 +24,9 @@ from gradwire.kernels.law import STREAM_SKETCH
 from gradwire.kernels.memory import empty
 from gradwire.wire import Key, TensorSpec
 
-__all__ = ["LowRank", "orthogonalize"]
+__all__ = ["LowRank"]
 
 _INT8: Final = codec("int8")
-_SHIFT: Final = 1e-12  # of the trace: keeps the factorization of a matrix without full rank
-_LEAST: Final = 1e-200  # keeps that of zeros, whose factors stay zeros
 
 _FactorReduction: TypeAlias = Generator[None, None, tuple[list[Tensor], Reduced]]
 
@@ -65,6 +64,14 @@ class LowRank:
             raise ConfigError(f"`rank` must be from 1 to 1024; got {self.rank!r}.")
         if self.start < 0:
             raise ConfigError(f"`start` must not be negative; got {self.start!r}.")
+
+    @functools.cached_property
+    def _thin_collective(self) -> Collective:
+        return flat_collective(self.peers, self.factors)
+
+    @functools.cached_property
+    def _early(self) -> Collective:
+        return flat_collective(self.peers, self.early)
 
     def _ranks(self) -> list[int]:
         return [min(self.rank, *shape) for shape in self.shapes]
@@ -110,49 +117,55 @@ class LowRank:
         """Reduce the matrices of a flat tensor."""
         flat = x.reshape(-1)
         if key.step < self.start:
-            early = yield from flat_collective(self.peers, self.early).reduce(flat, {}, key, tag, out)
+            early = yield from self._early.reduce(flat, {}, key, tag, out)
             return Reduced(
                 early.mean.view(x.shape), state, early.sent_bytes, early.received_bytes, early.dense_sent_bytes
             )
-        # Not cleaned of NaN: the factors must show it to all ranks.
         residual = tensor_of(state, "residual").view(-1)
-        e = torch.add(flat, residual, out=empty(flat.numel(), torch.float32, flat.device))
+        e = self._no_gaps(empty(flat.numel(), torch.float32, flat.device))
         matrices = self._matrices(e)
+        terms = self._matrices(flat), self._matrices(residual)  # not cleaned of NaN: the factors must show it to all
         if self.alternate:
-            return (yield from self._alternating(x, e, matrices, state, key, tag, out))
+            return (yield from self._alternating(x, e, matrices, terms, state, key, tag, out))
         wide = _normalized(self._thin(tensor_of(state, "q"), 1))
-        p, first = yield from self._mean(ops.thin_products(matrices, wide), key, tag, 0)
-        p = orthogonalize(p)
+        p, first = yield from self._mean(ops.thin_products_of_sums(*terms, matrices, wide), key, tag, 0)
+        p = ops.orthogonalize(p)
         q_new, second = yield from self._mean(ops.thin_transposed_products(matrices, p), key, tag, 1)
-        mean = self._outer(p, q_new, result_tensor(out, flat.numel()))
+        mean = self._outer(p, q_new, e, result_tensor(out, flat.numel()))
         moved = (first.sent_bytes + second.sent_bytes, first.received_bytes + second.received_bytes)
-        after = {"residual": e.sub_(mean).view(x.shape), "q": _joined(q_new)}
+        after = {"residual": e.view(x.shape), "q": _joined(q_new)}
         return Reduced(delivered(mean, out, x), after, *moved, ring_bytes(flat.numel(), self.peers.size))
 
     def _alternating(
-        self, x: Tensor, e: Tensor, matrices: list[Tensor], state: State, key: Key, tag: int, out: Tensor | None
+        self,
+        x: Tensor,
+        e: Tensor,
+        matrices: list[Tensor],
+        terms: tuple[list[Tensor], list[Tensor]],
+        state: State,
+        key: Key,
+        tag: int,
+        out: Tensor | None,
     ) -> Reduction:
         """One factor a step. The residual is what this rank's own factor leaves, known before the reduce."""
         q, p = tensor_of(state, "q"), tensor_of(state, "p")
         if (key.step - self.start) % 2 == 0:
-            right = orthogonalize(self._thin(q, 1))
-            mine = ops.thin_products(matrices, right)
+            right = ops.orthogonalize(self._thin(q, 1))
+            mine = ops.thin_products_of_sums(*terms, matrices, right)
             left, moved = yield from self._mean(mine, key, tag, 0)
-            local, mean = (
-                self._outer(mine, right, torch.empty_like(e)),
-                self._outer(left, right, result_tensor(out, e.numel())),
-            )
+            self._outer(mine, right, e, empty(e.numel(), torch.float32, e.device))
+            mean = self._outer(left, right, None, result_tensor(out, e.numel()))
             p = _joined(left)
         else:
-            left = orthogonalize(self._thin(p, 0))
+            left = ops.orthogonalize(self._thin(p, 0))
+            for x_part, residual, e_part in zip(*terms, matrices, strict=True):
+                torch.add(x_part, residual, out=e_part)
             mine = ops.thin_transposed_products(matrices, left)
             right, moved = yield from self._mean(mine, key, tag, 0)
-            local, mean = (
-                self._outer(left, mine, torch.empty_like(e)),
-                self._outer(left, right, result_tensor(out, e.numel())),
-            )
+            self._outer(left, mine, e, empty(e.numel(), torch.float32, e.device))
+            mean = self._outer(left, right, None, result_tensor(out, e.numel()))
             q = _joined(right)
-        after = {"residual": e.sub_(local).view(x.shape), "q": q, "p": p}
+        after = {"residual": e.view(x.shape), "q": q, "p": p}
         sent = ring_bytes(e.numel(), self.peers.size)
         return Reduced(delivered(mean, out, x), after, moved.sent_bytes, moved.received_bytes, sent)
 
@@ -160,8 +173,7 @@ class LowRank:
         """The mean of thin factors over all ranks, and what that moved."""
         # Column by column, so that a block of a quantizer sees values of one magnitude.
         mine = _joined(factors)
-        collective = flat_collective(self.peers, self.factors)
-        reduced = yield from collective.reduce(mine, {}, key.fold(which), tag + 2 * which)
+        reduced = yield from self._thin_collective.reduce(mine, {}, key.fold(which), tag + 2 * which)
         pieces = torch.split(reduced.mean, [each.numel() for each in factors])
         means = [piece.view(each.shape[1], each.shape[0]).t() for piece, each in zip(pieces, factors, strict=True)]
         return means, reduced
@@ -174,44 +186,31 @@ class LowRank:
             for place, size, shape in zip(places, sizes, self.shapes, strict=True)
         ]
 
+    def _no_gaps(self, flat: Tensor) -> Tensor:
+        """The tensor, with zeros between the matrices."""
+        for gap in self._gaps(flat.numel()):
+            flat[gap] = 0
+        return flat
+
+    def _gaps(self, numel: int) -> list[slice]:
+        if self.places is None:
+            return []
+        ends = [place + rows * columns for place, (rows, columns) in zip(self.places, self.shapes, strict=True)]
+        between = zip([0, *ends], [*self.places, numel], strict=True)
+        return [slice(start, stop) for start, stop in between if start < stop]
+
     def _thin(self, flat: Tensor, side: int) -> list[Tensor]:
         """Factors, each (length, rank), of the rows (side 0) or columns (side 1)."""
         sizes = [(rank, shape[side]) for shape, rank in zip(self.shapes, self._ranks(), strict=True)]
         pieces = torch.split(flat, [rank * length for rank, length in sizes])
         return [piece.view(size).t() for piece, size in zip(pieces, sizes, strict=True)]
 
-    def _outer(self, left: Sequence[Tensor], right: Sequence[Tensor], into: Tensor) -> Tensor:
-        if self.places is not None:
-            into.zero_()
-        for matrix, p, q in zip(self._matrices(into), left, right, strict=True):
-            torch.mm(p, q.t(), out=matrix)
+    def _outer(self, left: Sequence[Tensor], right: Sequence[Tensor], residual: Tensor | None, into: Tensor) -> Tensor:
+        """P Qᵀ of every matrix, which is taken off the residual if there is one; zeros between the matrices."""
+        self._no_gaps(into)
+        residual = residual if residual is not None else empty(into.numel(), torch.float32, into.device)
+        ops.outer_mean(self._matrices(residual), left, right, self._matrices(into))
         return into
-
-
-def orthogonalize(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns that span those given, of all factors at once: by Cholesky's decomposition, twice.
-
-    What has no direction stays zero, or small: never NaN.
-
-    >>> p, zero = orthogonalize([torch.tensor([[3.0, 1.0], [4.0, 1.0]]), torch.zeros(5, 2)])
-    >>> (p.T @ p).round(decimals=5).abs(), float(zero.abs().max())
-    (tensor([[1., 0.],
-            [0., 1.]]), 0.0)
-    """
-    wide = [factor.to(torch.float64) for factor in factors]
-    by_rank: dict[int, list[int]] = {}
-    for i, factor in enumerate(wide):
-        by_rank.setdefault(factor.shape[1], []).append(i)
-    for rank, members in by_rank.items():
-        unit = torch.eye(rank, dtype=torch.float64, device=wide[0].device)
-        for _ in range(2):
-            gram = torch.stack([wide[i].t() @ wide[i] for i in members])
-            trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
-            lower, _ = torch.linalg.cholesky_ex(gram + (_SHIFT * trace + _LEAST)[:, None, None] * unit)
-            inverse = torch.linalg.solve_triangular(lower, unit.expand_as(lower), upper=False)
-            for i, each in zip(members, inverse, strict=True):
-                wide[i] = wide[i] @ each.t()
-    return [factor.to(torch.float32) for factor in wide]
 
 
 def _normalized(factors: Sequence[Tensor]) -> list[Tensor]:

@@ -49,3 +49,10 @@ def largest_scale(largest_code: float, dtype: torch.dtype) -> float:
     if dtype == torch.bfloat16:
         below = (below.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     return float(below)
+
+
+ORTHOGONAL_SHIFT: Final = 1e-12
+"""Of the trace, added to a Gram matrix: keeps the factorization of one without full rank."""
+
+ORTHOGONAL_LEAST: Final = 1e-200
+"""Added besides: keeps the factorization of zeros, whose factors stay zeros."""

@@ -311,16 +311,52 @@ def thin_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Te
     return outs
 
 
+def thin_products_of_sums(
+    xs: Sequence[Tensor], residuals: Sequence[Tensor], sums: Sequence[Tensor], thin: Sequence[Tensor]
+) -> list[Tensor]:
+    sizes = [(m.shape[0], q.shape[1]) for m, q in zip(sums, thin, strict=True)]
+    outs = [empty(n * r, torch.float32, _CPU).view(n, r) for n, r in sizes]
+    terms = [
+        (_address(x, count=m.numel()), _address(residual, count=m.numel()))
+        for x, residual, m in zip(xs, residuals, sums, strict=True)
+    ]
+
+    def call(arguments: Any, threads: int) -> None:
+        _native.thin_products_of_sums(arguments, terms, threads)
+
+    for m in sums:
+        _address(m)
+    _products(call, sums, [None] * len(sizes), thin, outs)
+    return outs
+
+
 def thin_transposed_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Tensor]:
     sizes = [(p.shape[1], m.shape[1]) for m, p in zip(matrices, thin, strict=True)]
     outs = [empty(r * m, torch.float32, _CPU).view(r, m) for r, m in sizes]
     _products(_native.thin_transposed_products, matrices, thin, [None] * len(sizes), outs)
-    return [out.t().contiguous() for out in outs]
+    return [out.t() for out in outs]
 
 
 def outer_residual(matrices: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
     outs = [empty(m.numel(), torch.float32, _CPU).view(m.shape) for m in matrices]
     _products(_native.outer_residual, matrices, left, right, outs)
+    return outs
+
+
+def outer_mean(
+    residuals: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor], outs: Sequence[Tensor]
+) -> None:
+    for e, out in zip(residuals, outs, strict=True):
+        _address(e), _address(out, count=e.numel())
+    _products(_native.outer_mean, residuals, left, right, outs)
+
+
+def orthogonalize(factors: Sequence[Tensor]) -> list[Tensor]:
+    wide = [factor.to(torch.float32).contiguous() for factor in factors]
+    outs = [torch.empty_like(factor) for factor in wide]
+    pairs = zip(wide, outs, strict=True)
+    arguments = [(_address(factor), out.data_ptr(), *factor.shape) for factor, out in pairs]
+    _native.orthogonalize(arguments, law.ORTHOGONAL_SHIFT, law.ORTHOGONAL_LEAST)
     return outs
 
 

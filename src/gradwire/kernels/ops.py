@@ -44,6 +44,8 @@ __all__ = [
     "encode_blocks",
     "gather",
     "keep_residual",
+    "orthogonalize",
+    "outer_mean",
     "outer_residual",
     "pack_bits",
     "pack_indices",
@@ -55,6 +57,7 @@ __all__ = [
     "select_threshold",
     "select_top",
     "thin_products",
+    "thin_products_of_sums",
     "thin_transposed_products",
     "unpack_bits",
     "unpack_indices",
@@ -213,6 +216,14 @@ def thin_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Te
 
 
 @op
+def thin_products_of_sums(
+    xs: Sequence[Tensor], residuals: Sequence[Tensor], sums: Sequence[Tensor], thin: Sequence[Tensor]
+) -> list[Tensor]:
+    """x + residual of each pair into ``sums``, and the product of that (n x m) with its thin one (m x r), r > 0."""
+    raise NotImplementedError
+
+
+@op
 def thin_transposed_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Tensor]:
     """M.T @ P of each matrix (n x m) with its thin one (n x r)."""
     raise NotImplementedError
@@ -221,4 +232,21 @@ def thin_transposed_products(matrices: Sequence[Tensor], thin: Sequence[Tensor])
 @op
 def outer_residual(matrices: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
     """M - P @ Q.T of each matrix (n x m), P (n x r) and Q (m x r)."""
+    raise NotImplementedError
+
+
+@op
+def outer_mean(
+    residuals: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor], outs: Sequence[Tensor]
+) -> None:
+    """P @ Q.T of each P (n x r) and Q (m x r) into ``outs``, and off ``residuals``, both n x m."""
+    raise NotImplementedError
+
+
+@op
+def orthogonalize(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormal columns that span those of each factor (n x r). What has no direction stays zero or small, never NaN.
+
+    By Cholesky's decomposition, twice, in float64.
+    """
     raise NotImplementedError

@@ -17,6 +17,8 @@ from gradwire.kernels.law import (
     LANES,
     MSE_ROUNDS,
     MSE_START,
+    ORTHOGONAL_LEAST,
+    ORTHOGONAL_SHIFT,
     STREAM_ROTATION,
     STREAM_ROUNDING,
     STREAM_SELECTION,
@@ -450,9 +452,44 @@ def thin_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Te
     return [m @ q for m, q in zip(matrices, thin, strict=True)]
 
 
+def thin_products_of_sums(
+    xs: Sequence[Tensor], residuals: Sequence[Tensor], sums: Sequence[Tensor], thin: Sequence[Tensor]
+) -> list[Tensor]:
+    for x, residual, out in zip(xs, residuals, sums, strict=True):
+        torch.add(x, residual, out=out)
+    return thin_products(sums, thin)
+
+
 def thin_transposed_products(matrices: Sequence[Tensor], thin: Sequence[Tensor]) -> list[Tensor]:
     return [m.T @ p for m, p in zip(matrices, thin, strict=True)]
 
 
 def outer_residual(matrices: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
     return [m - p @ q.T for m, p, q in zip(matrices, left, right, strict=True)]
+
+
+def outer_mean(
+    residuals: Sequence[Tensor], left: Sequence[Tensor], right: Sequence[Tensor], outs: Sequence[Tensor]
+) -> None:
+    for e, p, q, out in zip(residuals, left, right, outs, strict=True):
+        torch.mm(p, q.T, out=out)
+        e.sub_(out)
+
+
+def orthogonalize(factors: Sequence[Tensor]) -> list[Tensor]:
+    wide = [factor.to(torch.float64) for factor in factors]
+    by_rank: dict[int, list[int]] = {}
+    for i, factor in enumerate(wide):
+        by_rank.setdefault(factor.shape[1], []).append(i)
+    for rank, members in by_rank.items():
+        unit = torch.eye(rank, dtype=torch.float64, device=wide[0].device)
+        for _ in range(2):
+            gram = torch.stack([wide[i].t() @ wide[i] for i in members])
+            trace = gram.diagonal(dim1=1, dim2=2).sum(dim=1)
+            lower, _ = torch.linalg.cholesky_ex(
+                gram + (ORTHOGONAL_SHIFT * trace + ORTHOGONAL_LEAST)[:, None, None] * unit
+            )
+            inverse = torch.linalg.solve_triangular(lower, unit.expand_as(lower), upper=False)
+            for i, each in zip(members, inverse, strict=True):
+                wide[i] = wide[i] @ each.t()
+    return [factor.to(torch.float32) for factor in wide]
