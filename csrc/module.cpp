@@ -110,11 +110,11 @@ class Connections {
     return outcome == gradwire::Mesh::Outcome::done;
   }
 
+  // Giving up an owner may let another thread in: by then what is kept must be in order.
   void forget() {
-    std::size_t left = 0;
-    for (auto& each : kept_)
-      if (mesh_.sent(each.rank) < each.ticket) std::swap(kept_[left++], each);
-    kept_.resize(left);
+    std::vector<Kept> kept, done;
+    for (auto& each : kept_) (mesh_.sent(each.rank) < each.ticket ? kept : done).push_back(std::move(each));
+    kept_ = std::move(kept);
   }
 
   std::vector<Kept> kept_;  // guarded by Python's lock, and destroyed after the mesh has ended

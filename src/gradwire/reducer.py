@@ -13,8 +13,21 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from gradwire.codecs import Codec, State, codec
-from gradwire.collectives import Collective, Gather, Peers, Pipeline, PowerSGD, Reduced, Reduction, agree, method
+from gradwire.codecs import State, codec
+from gradwire.collectives import (
+    AllReduce,
+    Collective,
+    Dense,
+    Gather,
+    Method,
+    Peers,
+    Pipeline,
+    PowerSGD,
+    Reduced,
+    Reduction,
+    agree,
+    method,
+)
 from gradwire.collectives.base import STAGES, ring_bytes
 from gradwire.collectives.choose import flat_collective, is_elementwise
 from gradwire.collectives.low_rank import LowRank
@@ -103,6 +116,7 @@ class GradientReducer:
     ``nonfinite`` says what happens if a rank's gradient holds NaN or Inf: ``"raise"`` raises on every rank,
     ``"propagate"`` makes the bucket NaN on every rank, as plain DDP would, for a ``GradScaler`` to skip the step.
     Either way no state changes. With ``scale``, a function that returns the loss scale, residuals follow its changes.
+    With ``hosts``, the host of each rank, what travels inside one is dense.
 
     >>> import torch, gradwire
     >>> from gradwire.collectives.loopback import Alone
@@ -116,19 +130,21 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        what: str | Codec | PowerSGD,
+        what: str | Method,
         peers: Peers,
         *,
         seed: int = 0,
         feedback: bool = True,
         nonfinite: Literal["raise", "propagate"] = "raise",
         scale: Callable[[], float] | None = None,
+        hosts: Sequence[int] = (),
     ) -> None:
         if nonfinite not in ("raise", "propagate"):
             raise ConfigError(f"`nonfinite` must be 'raise' or 'propagate'; got {nonfinite!r}.")
         self.parameters = dict(parameters)
         self.method = method(what, feedback=feedback)
         self.peers, self.seed, self.nonfinite, self.scale = peers, seed, nonfinite, scale
+        self.hosts = tuple(hosts)
         # Sizes on the wire follow from codec and shapes: once these agree, no rank can send what another cannot take.
         shapes = {name: (*p.shape, p.dtype) for name, p in parameters.items()}
         checksum = crc32(repr(shapes).encode())
@@ -226,7 +242,10 @@ class GradientReducer:
         key, tag = Key(self.seed, self._step, section.number), self._tag
         self._tag = (self._tag + STAGES) % (1 << 30)
         computed = _computed(gradients[0].device)
-        in_place = flat if flat is not None and flat.dtype == torch.float32 and flat.device.type == "cpu" else None
+        can = flat is not None and flat.dtype == torch.float32
+        in_place = (
+            flat if can and (gradients[0].device.type == "cpu" or isinstance(section.collective, Dense)) else None
+        )
 
         def reduction() -> Reduction:
             computed()
@@ -253,7 +272,7 @@ class GradientReducer:
                 countdown(error)
 
         now.sections.append(section)
-        future = self._pipeline.submit(reduction())
+        future = self._pipeline.submit(reduction(), here=isinstance(section.collective, Dense))
         now.results.append(future)
         future.add_done_callback(arrived)
 
@@ -300,6 +319,8 @@ class GradientReducer:
 
     def _sections(self, names: list[str]) -> list[_Section]:
         """The section of the bucket's own memory first, if there is one."""
+        if isinstance(self.method, AllReduce):
+            return [self._section(names, Dense(self.peers))]
         large = [n for n in names if self.parameters[n].dim() > 1 and self.parameters[n].numel() >= SMALL]
         if not large:
             return []
@@ -309,7 +330,7 @@ class GradientReducer:
             # Zeros that do not stay zeros would make noise of the places of small tensors.
             keeps_zeros = self.method.laws(TensorSpec((1 << 20,))).keeps_zeros
             together = names if keeps_zeros else large
-            collective = flat_collective(self.peers, self.method)
+            collective = flat_collective(self.peers, self.method, self.hosts)
             return [self._section(together, collective, elsewhere=set(names) - set(large))]
         sections = [self._section([n], Gather(self.peers, self.method), self.parameters[n].shape) for n in large]
         sections[0].elsewhere = frozenset(set(names) - {large[0]})
@@ -331,18 +352,19 @@ class GradientReducer:
                 how.factors,
                 how.start,
                 alternate=how.alternate,
+                hosts=self.hosts,
             )
             sections.append(self._section(names, collective, elsewhere=set(names) - set(thin)))
         if others:
             elsewhere = set(names) - set(others) if not thin else set()
-            collective_of_others = flat_collective(self.peers, codec("int8"))
+            collective_of_others = flat_collective(self.peers, codec("int8"), self.hosts)
             sections.append(self._section(others, collective_of_others, elsewhere=elsewhere))
         return sections
 
     def _small_collective(self, names: list[str]) -> Collective:
         """One round instead of two where bytes are so few that only rounds count."""
         few = sum(self.parameters[n].numel() for n in names) * self.peers.size <= _FEW
-        return Gather(self.peers, codec("none")) if few else flat_collective(self.peers, codec("none"))
+        return Gather(self.peers, codec("none")) if few else flat_collective(self.peers, codec("none"), self.hosts)
 
     def _section(
         self,

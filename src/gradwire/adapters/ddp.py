@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.codecs import Codec
-from gradwire.collectives import PowerSGD, connect
+from gradwire.collectives import Method, connect, find_hosts
+from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
 from gradwire.reducer import GradientReducer, Traffic
 
@@ -24,13 +24,14 @@ class _Scaler(Protocol):
 
 def compress(
     model: DistributedDataParallel,
-    codec: str | Codec | PowerSGD = "int4",
+    codec: str | Method = "int4",
     *,
     feedback: bool = True,
     seed: int = 0,
     nonfinite: Literal["raise", "propagate"] | None = None,
     scaler: _Scaler | None = None,
     timeout_s: float = 300.0,
+    hierarchical: bool = False,
 ) -> "Compression":
     """Let a DDP model exchange its gradients in a codec. The training loop stays as it is.
 
@@ -38,6 +39,9 @@ def compress(
     below 4 bits get error feedback unless ``feedback`` is false. Give the ``scaler`` if there is one: a step it must
     skip is skipped on all ranks, and residuals follow its scale. ``nonfinite`` says what happens when a rank's gradient
     holds NaN or Inf: ``"raise"`` on every rank (the default without a scaler), or ``"propagate"`` NaN to all.
+
+    ``codec="dense"`` is DDP's own all-reduce. With ``hierarchical`` ranks of one host sum their gradients in float32
+    first, and only what travels between hosts is compressed.
 
     Every rank must call it, after wrapping the model. A rank that is gone or stuck for ``timeout_s`` is named by an
     error on all others, out of ``backward``. The result has the residuals' ``state_dict()``; save it with the model's.
@@ -65,6 +69,7 @@ def compress(
         feedback=feedback,
         nonfinite=nonfinite or ("raise" if scaler is None else "propagate"),
         scale=scaler.get_scale if scaler is not None else None,
+        hosts=find_hosts(peers) if hierarchical else (),
     )
     compression = Compression(reducer)
     model.register_comm_hook(compression, _hook)
@@ -75,7 +80,7 @@ class Compression:
     """What :func:`compress` put into a model: its state, and what it moved.
 
     >>> sorted(name for name in dir(Compression) if not name.startswith("_"))
-    ['close', 'load_state_dict', 'method', 'state_dict', 'traffic']
+    ['close', 'load_state_dict', 'method', 'state_dict', 'traffic', 'wire_bytes']
     """
 
     def __init__(self, reducer: GradientReducer) -> None:
@@ -92,6 +97,15 @@ class Compression:
     def traffic(self) -> Traffic:
         """Bytes of the last step."""
         return self._reducer.traffic
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Bytes this rank has sent since :func:`compress`, with TCP/IP and Ethernet headers, acknowledgements too.
+
+        The kernel counts them; None where it does not.
+        """
+        peers = self._reducer.peers
+        return peers.wire_bytes if isinstance(peers, ProcessPeers) else None
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and factors of this rank, by parameter; tensors and numbers only."""

@@ -91,16 +91,19 @@ def _timed(settings: Settings, task: Task, name: str, round_number: int, rank: i
             _step(task, replica, optimizer, step, rank, ranks)
         dist.barrier()
         before, times = _wire_bytes(settings.interface), []
+        counted = compression.wire_bytes if compression else None
         for step in range(settings.warmup, settings.warmup + settings.steps):
             started = time.perf_counter()
             _step(task, replica, optimizer, step, rank, ranks)
             times.append(time.perf_counter() - started)
         dist.barrier()
         wire = (_wire_bytes(settings.interface) - before) / settings.steps
+        after = compression.wire_bytes if compression else None
+        counted = (after - counted) // settings.steps if after is not None and counted is not None else None
         seconds = torch.tensor(times)
         dist.all_reduce(seconds)  # the mean over ranks of each step
         sent = compression.traffic.sent_bytes if compression else None
-        told = {"seconds": (seconds / ranks).tolist(), "wire_bytes": wire, "sent_bytes": sent}
+        told = {"seconds": (seconds / ranks).tolist(), "wire_bytes": wire, "sent_bytes": sent, "counted_bytes": counted}
         report(rank, event="timed", method=name, round=round_number, **told)
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from gradwire.codecs import Codec, codec
 from gradwire.collectives.base import Collective
 from gradwire.collectives.gather import Gather
+from gradwire.collectives.hierarchical import Hierarchical
 from gradwire.collectives.peers import Peers
 from gradwire.collectives.two_stage import TwoStage
 from gradwire.errors import ConfigError
 from gradwire.transforms import ErrorFeedback, for_training, is_stateful
 from gradwire.wire import TensorSpec
 
-__all__ = ["PowerSGD", "flat_collective", "is_elementwise", "method"]
+__all__ = ["AllReduce", "Method", "PowerSGD", "flat_collective", "is_elementwise", "method"]
 
 _POWERSGD: Final = re.compile(r"(powersgd|acp):(\d+)(?:,start=(\d+))?(?:\+(.+))?")
 
@@ -32,9 +33,27 @@ def is_elementwise(what: Codec) -> bool:
     return not is_stateful(inner) and inner.layout(square).body_nbytes == inner.layout(flat).body_nbytes
 
 
-def flat_collective(peers: Peers, what: Codec) -> Collective:
-    """The collective for a flat tensor: for two ranks a direct exchange has the same bytes in one round."""
+def flat_collective(peers: Peers, what: Codec, hosts: tuple[int, ...] = ()) -> Collective:
+    """The collective for a flat tensor: for two ranks a direct exchange has the same bytes in one round.
+
+    With ``hosts``, the host of each rank, what travels inside one is dense.
+    """
+    if hosts and 1 < len(set(hosts)) < len(hosts) and is_elementwise(what):
+        return Hierarchical(peers, what, hosts)
     return Gather(peers, what) if peers.size <= 2 or not is_elementwise(what) else TwoStage(peers, what)
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Gradients as they are, by the process group's own all-reduce: ``dense``.
+
+    >>> print(method("dense"))
+    dense
+    """
+
+    def __str__(self) -> str:
+        """The string that makes it."""
+        return "dense"
 
 
 @dataclass(frozen=True)
@@ -63,15 +82,21 @@ class PowerSGD:
         return 2 * min(self.rank, rows, columns) * (rows + columns) <= rows * columns
 
 
-def method(what: str | Codec | PowerSGD, *, feedback: bool = True) -> Codec | PowerSGD:
+Method: TypeAlias = Codec | PowerSGD | AllReduce
+"""How gradients travel."""
+
+
+def method(what: str | Method, *, feedback: bool = True) -> Method:
     """What a string for training stands for; biased codecs get error feedback, unless told otherwise.
 
     >>> import gradwire
     >>> str(method("topk:0.01"))
     'ef(topk:0.01)'
     """
-    if isinstance(what, PowerSGD):
+    if isinstance(what, PowerSGD | AllReduce):
         return what
+    if what == "dense":
+        return AllReduce()
     match = _POWERSGD.fullmatch(what) if isinstance(what, str) else None
     if match is None:
         if isinstance(what, str) and what.split(":")[0] in ("powersgd", "acp"):

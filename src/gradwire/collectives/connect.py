@@ -44,5 +44,5 @@ def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0)
     _calls[group.group_name] += 1
     name = f"gradwire/{group.group_name}/{_calls[group.group_name]}"
     if transport == "gloo":
-        return GlooPeers.of(rank, ranks, name, timeout_s)
-    return SocketPeers.of(rank, len(ranks), name, timeout_s)
+        return GlooPeers.of(rank, group, name, timeout_s)
+    return SocketPeers.of(rank, len(ranks), group, name, timeout_s)

@@ -35,9 +35,9 @@ class Frames:
 
     >>> import gradwire
     >>> frames, spec = Frames(gradwire.codec("int8")), TensorSpec((4,))
-    >>> frame, nonfinite = frames.encode(torch.ones(4), spec, Key())
+    >>> frame, nonfinite = frames.encode(torch.full((4,), 127.0), spec, Key())
     >>> frames.decode([(0, frame)], spec, Key(), out := torch.empty(4), add=False), out
-    ([], tensor([1., 1., 1., 1.]))
+    ([], tensor([127., 127., 127., 127.]))
     """
 
     codec: Codec

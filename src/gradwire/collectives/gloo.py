@@ -23,15 +23,16 @@ _NEVER: Final = (1 << 31) - 1  # a tag nobody sends
 class GlooPeers(ProcessPeers):
     """A rank whose messages go over a gloo group of their own, so that they never meet those of the program."""
 
-    group: dist.ProcessGroup
+    messages: dist.ProcessGroup
 
     @classmethod
-    def of(cls, rank: int, ranks: list[int], name: str, timeout_s: float) -> GlooPeers:
+    def of(cls, rank: int, group: dist.ProcessGroup, name: str, timeout_s: float) -> GlooPeers:
         """Every one of the ranks must call it."""
+        ranks = dist.get_process_group_ranks(group)
         timeout, local = timedelta(seconds=timeout_s), len(ranks) > 1
-        group = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=local)
-        assert group is not None
-        return cls(rank, len(ranks), name, timeout_s, group)
+        messages = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=local)
+        assert messages is not None
+        return cls(rank, len(ranks), group, name, timeout_s, messages)
 
     def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> _Messages:
         """Start to receive."""
@@ -48,7 +49,7 @@ class GlooPeers(ProcessPeers):
         )
         with suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-            work: Any = dist.irecv(nothing, group=self.group, group_src=other, tag=_NEVER)
+            work: Any = dist.irecv(nothing, group=self.messages, group_src=other, tag=_NEVER)
             work.wait(timedelta(milliseconds=1))
 
 
@@ -63,7 +64,7 @@ class _Messages:
 
     def start(self, how: Any, rank: int, data: Tensor, **where: int) -> dist.Work:
         try:
-            work: dist.Work = how(data, group=self.peers.group, tag=self.tag, **where)
+            work: dist.Work = how(data, group=self.peers.messages, tag=self.tag, **where)
         except RuntimeError as error:
             raise self.peers.blame(rank, error, self.what) from error
         return work

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs import Codec, State, codec
-from gradwire.collectives.base import Collective, Reduced, Reduction, delivered, result_tensor, ring_bytes, tensor_of
+from gradwire.collectives.base import (
+    STAGES,
+    Collective,
+    Reduced,
+    Reduction,
+    delivered,
+    result_tensor,
+    ring_bytes,
+    tensor_of,
+)
 from gradwire.collectives.choose import flat_collective
 from gradwire.collectives.peers import Peers
 from gradwire.errors import ConfigError
@@ -58,6 +67,7 @@ class LowRank:
     start: int = 10
     early: Codec = _INT8
     alternate: bool = False
+    hosts: tuple[int, ...] = ()  # of the ranks, if what travels inside one is to be dense
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= 1024:
@@ -67,11 +77,11 @@ class LowRank:
 
     @functools.cached_property
     def _thin_collective(self) -> Collective:
-        return flat_collective(self.peers, self.factors)
+        return flat_collective(self.peers, self.factors, self.hosts)
 
     @functools.cached_property
     def _early(self) -> Collective:
-        return flat_collective(self.peers, self.early)
+        return flat_collective(self.peers, self.early, self.hosts)
 
     def _ranks(self) -> list[int]:
         return [min(self.rank, *shape) for shape in self.shapes]
@@ -173,7 +183,7 @@ class LowRank:
         """The mean of thin factors over all ranks, and what that moved."""
         # Column by column, so that a block of a quantizer sees values of one magnitude.
         mine = _joined(factors)
-        reduced = yield from self._thin_collective.reduce(mine, {}, key.fold(which), tag + 2 * which)
+        reduced = yield from self._thin_collective.reduce(mine, {}, key.fold(which), tag + STAGES // 2 * which)
         pieces = torch.split(reduced.mean, [each.numel() for each in factors])
         means = [piece.view(each.shape[1], each.shape[0]).t() for piece, each in zip(pieces, factors, strict=True)]
         return means, reduced

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 from zlib import crc32
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from gradwire.errors import PeerError
 
-__all__ = ["Peers", "Swap", "agree", "others"]
+__all__ = ["Peers", "Swap", "Team", "agree", "others", "tell"]
 
 _LINE_BYTES: Final = 512
 _AGREE: Final = "the agreement of all ranks"
@@ -56,6 +57,13 @@ class Peers(Protocol):
         """
         ...
 
+    def all_reduce(self, x: Tensor, tag: int) -> Callable[[], None]:
+        """Start to replace a tensor by the sum over all ranks, as the process group's own backend does it.
+
+        The function that comes back waits for it. Every rank starts these in the same order.
+        """
+        ...
+
 
 def others(peers: Peers) -> list[int]:
     """All other ranks, the next one first, so that not all ranks send to the same one.
@@ -67,21 +75,78 @@ def others(peers: Peers) -> list[int]:
     return [(peers.rank + distance) % peers.size for distance in range(1, peers.size)]
 
 
+@dataclass(frozen=True)
+class Team:
+    """Some of the ranks, with numbers of their own.
+
+    >>> from gradwire.collectives.loopback import Loopback
+    >>> team = Team.of(Loopback(2, 4), [0, 2])
+    >>> team.rank, team.size
+    (1, 2)
+    """
+
+    peers: Peers
+    members: tuple[int, ...]  # their ranks among all
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, peers: Peers, members: Sequence[int]) -> Team:
+        """The team of these ranks, this one among them."""
+        return cls(peers, tuple(members), list(members).index(peers.rank), len(members))
+
+    def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> Swap:
+        """Messages among the team."""
+        there = self.peers.swap({self.members[rank]: size for rank, size in nbytes.items()}, tag, what)
+        return _TeamSwap(self.members, there)
+
+    def all_reduce(self, x: Tensor, tag: int) -> Callable[[], None]:
+        """A team has no process group."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _TeamSwap:
+    members: tuple[int, ...]
+    swap: Swap
+
+    def send(self, rank: int, data: Tensor) -> None:
+        self.swap.send(self.members[rank], data)
+
+    def receive(self, rank: int) -> Tensor:
+        return self.swap.receive(self.members[rank])
+
+    def wait(self) -> None:
+        self.swap.wait()
+
+
+def tell(peers: Peers, line: str, tag: int, what: str) -> list[str]:
+    """The line of text each rank tells all others.
+
+    >>> from gradwire.collectives.loopback import Alone
+    >>> tell(Alone(), "here", 0, "the roll call")
+    ['here']
+    """
+    mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8, device="cpu")
+    text = line.encode()[:_LINE_BYTES]
+    if text:
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    swap = peers.swap(dict.fromkeys(others(peers), _LINE_BYTES), tag, what)
+    for rank in others(peers):
+        swap.send(rank, mine)
+    lines = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
+    swap.wait()
+    return [bytes(lines[rank].tolist()).rstrip(b"\0").decode(errors="replace") for rank in range(peers.size)]
+
+
 def agree(peers: Peers, what: str, tag: int = 0) -> None:
     """Exchange a line of text; :class:`~gradwire.errors.PeerError` on every rank if two ranks' lines differ.
 
     >>> from gradwire.collectives.loopback import Alone
     >>> agree(Alone(), "all is well")
     """
-    mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8, device="cpu")
-    text = f"{what[: _LINE_BYTES - 64]} (checksum {crc32(what.encode()):08x})".encode()[:_LINE_BYTES]
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    swap = peers.swap(dict.fromkeys(others(peers), _LINE_BYTES), tag, _AGREE)
-    for rank in others(peers):
-        swap.send(rank, mine)
-    lines = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
-    swap.wait()
-    said = [bytes(lines[rank].tolist()).rstrip(b"\0").decode(errors="replace") for rank in range(peers.size)]
-    for rank, line in enumerate(said):
-        if line != said[0]:
-            raise PeerError(f"rank {rank} has {line!r}, but rank 0 has {said[0]!r}; all ranks must have the same.")
+    line = f"{what[: _LINE_BYTES - 64]} (checksum {crc32(what.encode()):08x})"
+    said = tell(peers, line, tag, _AGREE)
+    for rank, told in enumerate(said):
+        if told != said[0]:
+            raise PeerError(f"rank {rank} has {told!r}, but rank 0 has {said[0]!r}; all ranks must have the same.")

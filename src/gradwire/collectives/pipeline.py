@@ -39,12 +39,18 @@ class Pipeline:
         self._closed = False
         self._threads = torch.get_num_threads()
 
-    def submit(self, reduction: Reduction) -> Future[Reduced]:
-        """Start a reduction; its result, or its error, comes with the future."""
+    def submit(self, reduction: Reduction, *, here: bool = False) -> Future[Reduced]:
+        """Start a reduction; its result, or its error, comes with the future.
+
+        With ``here`` its first part runs before this returns, on the thread of the caller.
+        """
         if self._closed:
             raise ConfigError("the pipeline is closed: nothing can be reduced any more.")
         future: Future[Reduced] = Future()
-        self._pass(0, (reduction, future))
+        if here:
+            self._advance(0, (reduction, future))
+        else:
+            self._pass(0, (reduction, future))
         return future
 
     def close(self) -> None:
@@ -54,27 +60,31 @@ class Pipeline:
         self._closed = True
 
     def _pass(self, stage: int, job: _Job) -> None:
-        if stage == len(self._queues):
-            self._queues.append(queue.SimpleQueue())
-            arguments = (stage, self._queues[stage])
-            threading.Thread(target=self._run, args=arguments, name=f"gradwire-{stage}", daemon=True).start()
+        while stage >= len(self._queues):
+            arguments = (len(self._queues), queue.SimpleQueue[_Job | None]())
+            self._queues.append(arguments[1])
+            threading.Thread(target=self._run, args=arguments, name=f"gradwire-{arguments[0]}", daemon=True).start()
         self._queues[stage].put(job)
 
     def _run(self, stage: int, jobs: queue.SimpleQueue[_Job | None]) -> None:
         torch.set_num_threads(self._threads)
         while (job := jobs.get()) is not None:
-            reduction, future = job
-            try:
-                if self._error is not None:
-                    raise self._error
-                next(reduction)
-            except StopIteration as stop:
-                future.set_result(stop.value)
-            except BaseException as error:
-                if not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
-                    self._error = self._error or error
-                future.set_exception(error)
-            else:
-                self._pass(stage + 1, job)
+            self._advance(stage, job)
         if stage + 1 < len(self._queues):
             self._queues[stage + 1].put(None)  # the end, behind all that this stage has passed on
+
+    def _advance(self, stage: int, job: _Job) -> None:
+        """Run one stage of a reduction, and hand it to the next."""
+        reduction, future = job
+        try:
+            if self._error is not None:
+                raise self._error
+            next(reduction)
+        except StopIteration as stop:
+            future.set_result(stop.value)
+        except BaseException as error:
+            if not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
+                self._error = self._error or error
+            future.set_exception(error)
+        else:
+            self._pass(stage + 1, job)

@@ -6,15 +6,17 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from gradwire.collectives.peers import Swap
+from gradwire.collectives.peers import Swap, agree
 from gradwire.errors import PeerError
 
 __all__ = ["ProcessPeers", "SilentError", "store"]
@@ -41,6 +43,7 @@ class ProcessPeers(ABC):
 
     rank: int  # in the group
     size: int
+    group: dist.ProcessGroup = field(repr=False)  # whose ranks they are
     name: str  # the same on every rank: where addresses and accusations are left in the store
     timeout_s: float
     _trial: _Trial = field(default_factory=_Trial, repr=False, compare=False, kw_only=True)
@@ -52,6 +55,36 @@ class ProcessPeers(ABC):
     @abstractmethod
     def _hang_up(self, accused: int) -> None:
         """Close the connections, so that ranks that wait for this one notice now."""
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Bytes this rank's messages have taken on the wire so far, with all headers; None where nobody counts."""
+        return None
+
+    def all_reduce(self, x: Tensor, tag: int) -> Callable[[], None]:
+        """By the group's backend; if it fails, an exchange of ours finds out who is to blame."""
+        try:
+            work = dist.all_reduce(x, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self._failed(error, tag) from error
+
+        def wait() -> None:
+            try:
+                if work is not None:
+                    work.wait()
+                if x.device.type == "cuda":
+                    torch.cuda.current_stream(x.device).synchronize()
+            except RuntimeError as error:
+                raise self._failed(error, tag) from error
+
+        return wait
+
+    def _failed(self, error: RuntimeError, tag: int) -> PeerError:
+        try:
+            agree(self, "the all-reduce failed", tag)
+        except PeerError as blamed:
+            return blamed
+        return PeerError(f"the all-reduce failed, though all ranks are there: {_reason(error)}")
 
     def blame(self, rank: int, error: Exception, what: str) -> PeerError:
         """The error that names the rank to blame: this one's peer is often only waiting for, or gone after, another.

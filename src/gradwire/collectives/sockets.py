@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import ProcessGroup
 
 from gradwire.collectives.processes import ProcessPeers, SilentError, store
 from gradwire.errors import PeerError
@@ -31,6 +33,8 @@ __all__ = ["SocketPeers"]
 _HELLO: Final = struct.Struct("<8sI16s")  # who calls: a name, the rank, and what only ranks know
 _NAME: Final = b"gradwire"
 _HELLO_S: Final = 10.0
+# Places in Linux's struct tcp_info.
+_OPTIONS, _SEGMENTS_OUT, _BYTES_SENT, _TCP_INFO_BYTES = 5, 136, 200, 208
 
 
 @dataclass(frozen=True)
@@ -38,19 +42,27 @@ class SocketPeers(ProcessPeers):
     """A rank with a connection to each other one."""
 
     connections: Connections
+    counters: tuple[socket.socket, ...]  # the same connections, for the kernel's counts
 
     @classmethod
-    def of(cls, rank: int, size: int, name: str, timeout_s: float) -> SocketPeers:
+    def of(cls, rank: int, size: int, group: ProcessGroup, name: str, timeout_s: float) -> SocketPeers:
         """Connect to all other ranks, which must call it too. They find each other by the process group's store."""
         from gradwire._native import Connections
 
         found = _connect(rank, size, name, timeout_s) if size > 1 else {}
+        counters = tuple(connected.dup() for connected in found.values())
         connections = Connections([(other, connected.detach()) for other, connected in found.items()])
-        return cls(rank, size, name, timeout_s, connections)
+        return cls(rank, size, group, name, timeout_s, connections, counters)
 
     def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> _Messages:
         """Nothing needs to be prepared: messages wait where they arrive."""
         return _Messages(self, tag, what, dict(nbytes))
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """As the kernel counts them."""
+        counts = [_wire_bytes(each) for each in self.counters]
+        return None if None in counts else sum(count for count in counts if count is not None)
 
     def _hang_up(self, accused: int) -> None:
         self.connections.close()
@@ -167,6 +179,19 @@ def _own_address() -> tuple[socket.AddressFamily, str]:
                 probe.connect(target)  # sends nothing, but chooses the way
                 return family, str(probe.getsockname()[0])
     return socket.AF_INET, "127.0.0.1"
+
+
+def _wire_bytes(connected: socket.socket) -> int | None:
+    """What has left over a connection, acknowledgements, repetitions and the headers down to Ethernet's included."""
+    if not sys.platform.startswith("linux"):
+        return None
+    told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    if len(told) < _TCP_INFO_BYTES:  # before Linux 4.19
+        return None
+    (segments,), (data,) = struct.unpack_from("=I", told, _SEGMENTS_OUT), struct.unpack_from("=Q", told, _BYTES_SENT)
+    timestamps = 12 * (told[_OPTIONS] & 1)
+    internet = 40 if connected.family == socket.AF_INET6 else 20
+    return int(data + segments * (14 + internet + 20 + timestamps))
 
 
 def _address_of(interface: str) -> str:
