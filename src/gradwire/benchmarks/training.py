@@ -6,11 +6,13 @@ runs, interleaved round after round; the product is the time to a loss.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from gradwire.benchmarks import hooks, machine
@@ -22,7 +24,7 @@ from gradwire.errors import ConfigError
 from gradwire.lab import Lab, parse_rate
 from gradwire.tasks import TASKS
 
-__all__ = ["BATCH_SIZES", "OURS", "Settings", "TrainingReport", "measure"]
+__all__ = ["BATCH_SIZES", "OURS", "Settings", "TrainingReport", "earlier_report", "measure"]
 
 OURS: Final = ("int8", "int4", "powersgd:16+int8")
 """Our methods, unless others are asked for."""
@@ -48,6 +50,7 @@ class Settings:
     steps: int = 6  # that are timed, of a method in a round
     curve_steps: int = 0  # steps of each training for its losses
     seeds: int = 1
+    target_steps: int = 0  # after which plain DDP's loss is the one to reach; 0: all of them
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ class Settings:
                 raise ConfigError(f"`--{name}` must be at least 1; got {getattr(self, name)}.")
         if self.curve_steps < 0:
             raise ConfigError(f"`--curve-steps` must not be negative; got {self.curve_steps}.")
+        if self.target_steps < 0:
+            raise ConfigError(f"`--target-steps` must not be negative; got {self.target_steps}.")
         for rate in self.rates:
             if rate != _LOOPBACK:
                 parse_rate(rate, argument="--rate")
@@ -89,18 +94,26 @@ class TrainingReport:
     losses: dict[str, list[list[float]]] = field(default_factory=dict)
     validations: dict[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
 
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(step, validation loss) of a method, the mean of all seeds and of the last few validations."""
+        seeds = self.validations.get(name, [])
+        steps = [step for step, _ in min(seeds, key=len, default=[])]
+        losses = [statistics.mean(seed[i][1] for seed in seeds) for i in range(len(steps))]
+        recent = [losses[max(0, i + 1 - _SMOOTHED) : i + 1] for i in range(len(steps))]
+        return [(step, statistics.mean(some)) for step, some in zip(steps, recent, strict=True)]
+
+    def loss_at(self, name: str) -> float | None:
+        """The loss of a method after the steps that set plain DDP's target; None if it was not trained as long."""
+        steps = self.settings.target_steps or self.settings.curve_steps
+        losses = [loss for step, loss in self.curve(name) if step <= steps]
+        return losses[-1] if losses else None
+
     def steps_to(self, name: str) -> float | None:
-        """Steps a method takes to the validation loss that plain DDP reaches in the end; None if it does not."""
-        if name not in self.validations or "ddp" not in self.validations:
+        """Steps a method takes to the validation loss that plain DDP reaches; None if it does not."""
+        target = self.loss_at("ddp")
+        if target is None:
             return None
-        counts = []
-        for mine, theirs in zip(self.validations[name], self.validations["ddp"], strict=True):
-            target = _smoothed(theirs)[-1][1]
-            reached = [step for step, loss in _smoothed(mine) if loss <= target]
-            if not reached:
-                return None
-            counts.append(reached[0])
-        return statistics.mean(counts)
+        return next((float(step) for step, loss in self.curve(name) if loss <= target), None)
 
     def seconds_to(self, name: str, rate: str) -> float | None:
         """Seconds to that loss."""
@@ -138,12 +151,16 @@ class TrainingReport:
         return {"steps": self.steps_to(name), "seconds": mine, "times_sooner_than_ddp": sooner}
 
 
-def measure(settings: Settings, notify: Notify = lambda _: None) -> TrainingReport:
-    """Measure: the losses first, then every link."""
+def measure(
+    settings: Settings, notify: Notify = lambda _: None, earlier: Mapping[str, Any] | None = None
+) -> TrainingReport:
+    """Measure: the losses first, unless an ``earlier`` report of the same task has them; then every link."""
     batch_size = settings.batch_size or BATCH_SIZES.get(settings.task)
     common = {"task": settings.task, "batch_size": batch_size}
     report = TrainingReport(settings, machine.describe("cpu"), {})
-    if settings.curve_steps:
+    if earlier is not None:
+        _take_losses(report, earlier)
+    elif settings.curve_steps:
         for seed in range(settings.seeds):
             asked = {**common, "seed": seed, "methods": list(settings.methods), "curves": True}
             asked |= {"steps": settings.curve_steps, "validate_every": max(1, min(10, settings.curve_steps // 3))}
@@ -195,12 +212,29 @@ def _links(rate: str, workers: int) -> Iterator[Lab | None]:
         yield lab
 
 
-def _smoothed(validations: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Means of each validation with the ones before it."""
-    losses = [loss for _, loss in validations]
-    return [
-        (step, statistics.mean(losses[max(0, i + 1 - _SMOOTHED) : i + 1])) for i, (step, _) in enumerate(validations)
-    ]
+def earlier_report(file: Path, settings: Settings) -> dict[str, Any]:
+    """The report of an earlier run, for its losses."""
+    try:
+        told = json.loads(file.read_text())
+        task, steps = told["settings"]["task"], int(told["settings"]["curve_steps"])
+        curves = {
+            name: [[(int(s), float(v)) for s, v in seed] for seed in told["validations"][name]]
+            for name in told["losses"]
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"`--curves` must name the JSON of an earlier run with losses; {file}: {error!r}.") from None
+    if task != settings.task or not steps:
+        raise ConfigError(
+            f"`--curves` must name losses of the task {settings.task!r}; {file} has {task!r}, {steps} steps."
+        )
+    return {"losses": told["losses"], "validations": curves, "curve_steps": steps}
+
+
+def _take_losses(report: TrainingReport, earlier: Mapping[str, Any]) -> None:
+    for name in report.settings.methods:
+        if name in earlier["losses"]:
+            report.losses[name] = earlier["losses"][name]
+            report.validations[name] = earlier["validations"][name]
 
 
 def _start(name: str) -> tuple[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,16 +19,15 @@ _PEERS: Final = ("#222222", "#8f8f8f", "#c0c0c0", "#f6b26b", "#e69138", "#b45f06
 def draw(report: TrainingReport, file: Path) -> None:
     """Draw validation losses: one panel a link, and one for bytes."""
     if not report.validations:
-        raise ConfigError("`--plot` needs losses: give `--curve-steps` too.")
+        raise ConfigError("`--plot` needs losses: give `--curve-steps` or `--curves` too.")
     figure_module: Any = require("matplotlib.figure", purpose="`--plot`")
     panels = [*report.links, "bytes"]
     figure = figure_module.Figure(figsize=(4.2 * len(panels), 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     colours = _colours(list(report.validations))
     for panel, axis in zip(panels, axes, strict=True):
-        for name, curves in report.validations.items():
-            steps = [step for step, _ in curves[0]]
-            losses = [statistics.mean(curve[i][1] for curve in curves) for i in range(len(steps))]
+        for name in report.validations:
+            steps, losses = [list(each) for each in zip(*report.curve(name), strict=True)]
             axis.plot(_places(report, panel, name, steps), losses, label=name, color=colours[name], linewidth=1.4,
                       linestyle="--" if name in PEERS else "-")  # fmt: skip
         axis.set_xscale("log")
@@ -42,7 +40,7 @@ def draw(report: TrainingReport, file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _places(report: TrainingReport, panel: str, name: str, steps: list[int]) -> list[float]:
+def _places(report: TrainingReport, panel: str, name: str, steps: list[Any]) -> list[float]:
     if panel != "bytes":
         return [report.seconds_of(name, panel, step) for step in steps]
     there = next(iter(report.links.values()))[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from gradwire.benchmarks import plot, training_plot
 from gradwire.benchmarks.hooks import PEERS
-from gradwire.benchmarks.training import OURS, Settings, TrainingReport, measure
+from gradwire.benchmarks.training import OURS, Settings, TrainingReport, earlier_report, measure
 from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
 
 __all__ = ["train"]
@@ -35,6 +36,12 @@ def train(
     steps: Annotated[int, typer.Option(help="Timed steps of a method in a round.")] = 6,
     curve_steps: Annotated[int, typer.Option(help="Also train each method for so many steps, for its losses.")] = 0,
     seeds: Annotated[int, typer.Option(help="Seeds of those trainings.")] = 1,
+    target_steps: Annotated[
+        int, typer.Option(help="The loss to reach is that of plain DDP after so many steps; 0: after all.")
+    ] = 0,
+    curves: Annotated[
+        Path | None, typer.Option(help="Take the losses from the --json of an earlier run of the same task.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples in a worker's batch.")] = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Draw losses against seconds and bytes: .png, .svg or .pdf.")
@@ -51,12 +58,19 @@ def train(
         steps=steps,
         curve_steps=curve_steps,
         seeds=seeds,
+        target_steps=target_steps,
         batch_size=batch_size,
     )
     if picture is not None:
         plot.check(picture)
+    earlier = None
+    if curves is not None:
+        earlier = earlier_report(curves, settings)
+        settings = replace(
+            settings, curve_steps=earlier["curve_steps"], seeds=len(next(iter(earlier["losses"].values())))
+        )
     with errors.status("starting") as status:
-        report = measure(settings, status.update)
+        report = measure(settings, status.update, earlier)
     if picture is not None:
         training_plot.draw(report, picture)
     if as_json:
@@ -82,8 +96,9 @@ def _table(report: TrainingReport, rate: str) -> Table:
     caption = f"Median of {settings.rounds} interleaved rounds of {settings.steps} steps; bytes with all headers."
     if report.validations:
         caption += (
-            f" loss: of validation after {settings.curve_steps} steps, mean of {settings.seeds} seeds. "
-            "steps, seconds: to the loss that ddp reaches in the end; empty: not reached."
+            f" loss: of validation after {settings.target_steps or settings.curve_steps} steps, mean of "
+            f"{settings.seeds} seeds. steps, seconds: to the loss that ddp has then; empty: not reached in "
+            f"{settings.curve_steps} steps."
         )
     return table(title, columns, rows, caption)
 
@@ -91,9 +106,9 @@ def _table(report: TrainingReport, rate: str) -> Table:
 def _to_loss(report: TrainingReport, name: str, rate: str) -> list[str]:
     if name not in report.validations:
         return ["", "", "", ""]
-    final = sum(seed[-1][1] for seed in report.validations[name]) / len(report.validations[name])
+    loss = report.loss_at(name)
     steps, seconds, ddp = report.steps_to(name), report.seconds_to(name, rate), report.seconds_to("ddp", rate)
     reached = ["", "", ""] if steps is None or seconds is None else [f"{steps:.0f}", f"{seconds:.1f}", ""]
     if seconds and ddp:
         reached[2] = f"{ddp / seconds:.2f}"
-    return [f"{final:.4f}", *reached]
+    return ["" if loss is None else f"{loss:.4f}", *reached]
