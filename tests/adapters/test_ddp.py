@@ -12,9 +12,10 @@ from gradwire import ConfigError
 
 from .ranks import said, same_on_every_rank, without_error
 
-pytestmark = pytest.mark.timeout(1200)  # a group of ranks trains 25 codecs for 200 steps
+pytestmark = pytest.mark.timeout(1200)  # a group of ranks trains 26 codecs for 200 steps
 
 CODECS = (
+    "dense",
     "none",
     "fp16",
     "bf16",
@@ -106,6 +107,15 @@ def test_parameters_are_the_same_bits_on_every_rank_after_200_steps(trained, cod
     for rank in same_on_every_rank(trained[codec], "before", "after"):
         assert rank["after"] != rank["before"]
         assert rank["last"] < rank["first"]
+
+
+def test_dense_inside_hosts_is_the_same_bits_on_every_rank(tmp_path):
+    names = ("int8", "ef(topk:0.05)", "powersgd:2,start=2+int8")
+    answers = said(tmp_path, {name: ("hierarchical", {"name": name}) for name in names}, 4)
+    for name in names:
+        for rank in same_on_every_rank(answers[name], "after"):
+            assert rank["hosts"] == [0, 1, 0, 1]
+            assert rank["last"] < rank["first"]
 
 
 def test_bytes_are_a_fraction_of_a_ring(trained):

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import ConfigError, NonFiniteError, PeerError
+from gradwire.collectives import hierarchical as hosts
 
 from .base import main
 
@@ -118,6 +119,20 @@ def residuals(compression):
 
 
 # The cases. Each returns something for JSON.
+
+
+def hierarchical(rank, name, steps=30):
+    """Train as if even and odd ranks were on two hosts."""
+    model = ddp(bucket_cap_mb=0.06)
+    own = hosts._host
+    hosts._host = lambda: f"host {rank % 2}"
+    try:
+        compression = gradwire.compress(model, name, hierarchical=True, timeout_s=TIMEOUT_S)
+    finally:
+        hosts._host = own
+    losses = train(model, sgd(model), range(steps), rank)
+    compression.close()
+    return {"hosts": compression._reducer.hosts, "after": parameters(model), "first": losses[0], "last": losses[-1]}
 
 
 def codec(rank, name, steps=200):
@@ -479,7 +494,8 @@ def two_models(rank, ranks):
 
 
 CASES = {
-    "codec": codec, "same_as_plain": same_as_plain, "accumulation": accumulation, "unused": unused,
+    "codec": codec, "hierarchical": hierarchical, "same_as_plain": same_as_plain, "accumulation": accumulation,
+    "unused": unused,
     "options": options, "autocast": autocast, "half": half, "compiled": compiled, "nonfinite": nonfinite,
     "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "not_ddp": not_ddp,
     "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
