@@ -26,6 +26,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kAlignment = 64;
+constexpr double kLongest = 1e8;  // seconds
 constexpr auto kSlice = std::chrono::milliseconds(200);  // between looks for an interrupt
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 40;  // of a message: beyond, it is no header of ours
 
@@ -94,6 +95,7 @@ Mesh::Mesh(const std::vector<std::pair<int, int>>& sockets) {
   if (::pipe(ends) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
   for (const int end : ends) ::fcntl(end, F_SETFL, ::fcntl(end, F_GETFL) | O_NONBLOCK);
   wake_read_ = ends[0], wake_write_ = ends[1];
+  owner_ = ::getpid();
   thread_ = std::thread([this] { run(); });
 }
 
@@ -117,8 +119,11 @@ void Mesh::wake() {
 }
 
 void Mesh::close() {
-  if (!thread_.joinable()) return;
-  closing_ = true;
+  if (closing_.exchange(true)) return;
+  if (::getpid() != owner_) {  // a fork has the sockets too, but not the thread: they are not its to end
+    thread_.detach();
+    return;
+  }
   for (auto& [_, each] : peers_) each->leave("this rank has closed its connections");
   wake();
   thread_.join();
@@ -127,7 +132,7 @@ void Mesh::close() {
 std::uint64_t Mesh::send(int rank, std::uint64_t tag, const std::uint8_t* data, std::size_t bytes) {
   Peer& to = peer(rank);
   const std::lock_guard<std::mutex> lock(to.guard);
-  if (to.gone) return to.queued;  // whoever waits for that rank learns of it
+  if (to.gone) return ++to.queued;  // whoever waits for that rank learns of it
   to.queue.push_back({{tag, bytes}, data});
   to.queued += 1;
   // What the socket takes at once needs no other thread.
@@ -255,18 +260,23 @@ void Mesh::run() {
 template <class Peer, class Ready>
 static Mesh::Outcome wait(Peer& peer, const Clock::time_point& latest, double patience_s,
                           const Mesh::Interrupt& interrupt, Ready&& ready) {
-  const auto patience = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(patience_s));
+  const auto patience =
+      std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(patience_s, kLongest)));
   const auto begin = Clock::now();
+  auto looked = begin;
   std::unique_lock<std::mutex> lock(peer.guard);
   while (!ready()) {
     if (peer.gone) return Mesh::Outcome::gone;
     const auto now = Clock::now(), silent = std::max(begin, latest) + patience;
     if (now >= silent) return Mesh::Outcome::silent;
-    if (peer.changed.wait_until(lock, std::min(silent, now + kSlice)) == std::cv_status::timeout) {
+    if (now >= looked + kSlice) {
+      looked = now;
       lock.unlock();
       interrupt();
       lock.lock();
+      continue;
     }
+    peer.changed.wait_until(lock, std::min(silent, looked + kSlice));
   }
   return Mesh::Outcome::done;
 }

@@ -59,6 +59,7 @@ class Mesh {
   std::unordered_map<int, std::unique_ptr<Peer>> peers_;
   int wake_read_ = -1, wake_write_ = -1;
   std::atomic<bool> closing_{false};
+  int owner_ = 0;  // the process that has the thread
   std::thread thread_;
 };
 

@@ -103,7 +103,7 @@ class ProcessPeers(ABC):
         verdict: list[tuple[int, str]] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the store is gone
+            with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
                 verdict.append(self._culprit(accused, why))
                 self._stay(verdict[0][0])
 

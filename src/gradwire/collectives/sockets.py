@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,12 +38,45 @@ _HELLO_S: Final = 10.0
 _OPTIONS, _SEGMENTS_OUT, _BYTES_SENT, _TCP_INFO_BYTES = 5, 136, 200, 208
 
 
+class _Counters:
+    """Descriptors of the connections, for the kernel's counts."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self.descriptors = descriptors
+
+    def __del__(self) -> None:
+        for each in self.descriptors:
+            os.close(each)
+
+    def wire_bytes(self) -> int | None:
+        """What has left, acknowledgements, repetitions and the headers down to Ethernet's included."""
+        if not sys.platform.startswith("linux"):
+            return None
+        total = 0
+        for each in self.descriptors:
+            connected = socket.socket(fileno=each)
+            try:
+                told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                internet = 40 if connected.family == socket.AF_INET6 else 20
+            finally:
+                connected.detach()
+            if len(told) < _TCP_INFO_BYTES:  # before Linux 4.19
+                return None
+            (segments,), (data,) = (
+                struct.unpack_from("=I", told, _SEGMENTS_OUT),
+                struct.unpack_from("=Q", told, _BYTES_SENT),
+            )
+            timestamps = 12 * (told[_OPTIONS] & 1)
+            total += data + segments * (14 + internet + 20 + timestamps)
+        return total
+
+
 @dataclass(frozen=True)
 class SocketPeers(ProcessPeers):
     """A rank with a connection to each other one."""
 
     connections: Connections
-    counters: tuple[socket.socket, ...]  # the same connections, for the kernel's counts
+    counters: _Counters
 
     @classmethod
     def of(cls, rank: int, size: int, group: ProcessGroup, name: str, timeout_s: float) -> SocketPeers:
@@ -50,7 +84,7 @@ class SocketPeers(ProcessPeers):
         from gradwire._native import Connections
 
         found = _connect(rank, size, name, timeout_s) if size > 1 else {}
-        counters = tuple(connected.dup() for connected in found.values())
+        counters = _Counters([connected.dup().detach() for connected in found.values()])
         connections = Connections([(other, connected.detach()) for other, connected in found.items()])
         return cls(rank, size, group, name, timeout_s, connections, counters)
 
@@ -61,8 +95,7 @@ class SocketPeers(ProcessPeers):
     @property
     def wire_bytes(self) -> int | None:
         """As the kernel counts them."""
-        counts = [_wire_bytes(each) for each in self.counters]
-        return None if None in counts else sum(count for count in counts if count is not None)
+        return self.counters.wire_bytes()
 
     def _hang_up(self, accused: int) -> None:
         self.connections.close()
@@ -107,39 +140,49 @@ class _Messages:
 
 def _connect(rank: int, size: int, name: str, timeout_s: float) -> dict[int, socket.socket]:
     """A connection to every other rank: this one calls those below it, and is called by those above."""
-    secret = secrets.token_bytes(16)
+    secret, deadline = secrets.token_bytes(16), time.monotonic() + timeout_s
     family, address = _own_address()
     connected: dict[int, socket.socket] = {}
-    with socket.create_server((address, 0), family=family, backlog=size) as server:
-        port = server.getsockname()[1]
-        store().set(f"{name}/address/{rank}", f"{port} {secret.hex()} {address}")
-        for other in range(rank):
-            connected[other] = _call(rank, other, name, timeout_s)
-        server.settimeout(timeout_s)
-        while len(connected) < size - 1:
-            try:
-                caller, _ = server.accept()
-            except TimeoutError as error:
-                missing = [other for other in range(rank + 1, size) if other not in connected]
-                raise PeerError(f"ranks {missing} have not connected to rank {rank} in {timeout_s:g} s.") from error
-            who = _who(caller, secret)
-            if who is not None and rank < who < size and who not in connected:
-                connected[who] = caller
-            else:
-                caller.close()  # nobody of ours
+    try:
+        with socket.create_server((address, 0), family=family, backlog=size) as server:
+            port = server.getsockname()[1]
+            store().set(f"{name}/address/{rank}", f"{port} {secret.hex()} {address}")
+            for other in range(rank):
+                connected[other] = _call(rank, other, name, deadline)
+            while len(connected) < size - 1:
+                who, caller = _answer(server, secret, deadline)
+                if caller is None:
+                    missing = [other for other in range(rank + 1, size) if other not in connected]
+                    raise PeerError(f"ranks {missing} have not connected to rank {rank} in {timeout_s:g} s.")
+                if rank < who < size and who not in connected:
+                    connected[who] = caller
+                else:
+                    caller.close()  # nobody of ours
+    except BaseException:
+        for each in connected.values():
+            each.close()
+        raise
     for each in connected.values():
         each.setblocking(False)
     return connected
 
 
-def _call(rank: int, other: int, name: str, timeout_s: float) -> socket.socket:
+def _call(rank: int, other: int, name: str, deadline: float) -> socket.socket:
     try:
-        port, secret, address = _told(f"{name}/address/{other}", timeout_s).split(" ")
-        connected = socket.create_connection((address, int(port)), timeout_s)
-        connected.sendall(_HELLO.pack(_NAME, rank, bytes.fromhex(secret)))
+        port, secret, address = _told(f"{name}/address/{other}", _left(deadline)).split(" ")
+        connected = socket.create_connection((address, int(port)), _left(deadline))
+        try:
+            connected.sendall(_HELLO.pack(_NAME, rank, bytes.fromhex(secret)))
+        except OSError:
+            connected.close()
+            raise
     except (OSError, RuntimeError) as error:
         raise PeerError(f"rank {rank} cannot connect to rank {other}: {error}") from error
     return connected
+
+
+def _left(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
 
 
 def _told(key: str, timeout_s: float) -> str:
@@ -148,17 +191,25 @@ def _told(key: str, timeout_s: float) -> str:
     return str(there.get(key), "utf-8")
 
 
-def _who(caller: socket.socket, secret: bytes) -> int | None:
-    """The rank that calls, if it is one."""
-    caller.settimeout(_HELLO_S)
-    hello = b""
+def _answer(server: socket.socket, secret: bytes, deadline: float) -> tuple[int, socket.socket | None]:
+    """The next one that calls, and its rank, -1 if it is nobody of ours; no socket if nobody calls in time."""
+    try:
+        server.settimeout(_left(deadline))
+        caller, _ = server.accept()
+    except TimeoutError:
+        return -1, None
+    hello, patience = b"", min(deadline, time.monotonic() + _HELLO_S)
     with suppress(OSError):
-        while len(hello) < _HELLO.size and (more := caller.recv(_HELLO.size - len(hello))):
+        while len(hello) < _HELLO.size and time.monotonic() < patience:
+            caller.settimeout(_left(patience))
+            more = caller.recv(_HELLO.size - len(hello))
+            if not more:
+                break
             hello += more
     if len(hello) < _HELLO.size:
-        return None
+        return -1, caller
     name, who, told = _HELLO.unpack(hello)
-    return int(who) if name == _NAME and hmac.compare_digest(told, secret) else None
+    return (int(who) if name == _NAME and hmac.compare_digest(told, secret) else -1), caller
 
 
 def _own_address() -> tuple[socket.AddressFamily, str]:
@@ -179,19 +230,6 @@ def _own_address() -> tuple[socket.AddressFamily, str]:
                 probe.connect(target)  # sends nothing, but chooses the way
                 return family, str(probe.getsockname()[0])
     return socket.AF_INET, "127.0.0.1"
-
-
-def _wire_bytes(connected: socket.socket) -> int | None:
-    """What has left over a connection, acknowledgements, repetitions and the headers down to Ethernet's included."""
-    if not sys.platform.startswith("linux"):
-        return None
-    told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    if len(told) < _TCP_INFO_BYTES:  # before Linux 4.19
-        return None
-    (segments,), (data,) = struct.unpack_from("=I", told, _SEGMENTS_OUT), struct.unpack_from("=Q", told, _BYTES_SENT)
-    timestamps = 12 * (told[_OPTIONS] & 1)
-    internet = 40 if connected.family == socket.AF_INET6 else 20
-    return int(data + segments * (14 + internet + 20 + timestamps))
 
 
 def _address_of(interface: str) -> str:
