@@ -94,23 +94,23 @@ class TrainingReport:
     losses: dict[str, list[list[float]]] = field(default_factory=dict)
     validations: dict[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
 
-    def curve(self, name: str) -> list[tuple[int, float]]:
-        """(step, validation loss) of a method, the mean of all seeds and of the last few validations."""
-        seeds = self.validations.get(name, [])
+    def curve(self, name: str, most: int | None = None) -> list[tuple[int, float]]:
+        """(step, validation loss) of a method: the mean of all seeds, or ``most`` of them, and the last validations."""
+        seeds = self.validations.get(name, [])[:most]
         steps = [step for step, _ in min(seeds, key=len, default=[])]
         losses = [statistics.mean(seed[i][1] for seed in seeds) for i in range(len(steps))]
         recent = [losses[max(0, i + 1 - _SMOOTHED) : i + 1] for i in range(len(steps))]
         return [(step, statistics.mean(some)) for step, some in zip(steps, recent, strict=True)]
 
-    def loss_at(self, name: str) -> float | None:
-        """The loss of a method after the steps that set plain DDP's target; None if it was not trained as long."""
+    def loss_at(self, name: str, most: int | None = None) -> float | None:
+        """The loss of a method after the steps that set plain DDP's target; None if it was not trained."""
         steps = self.settings.target_steps or self.settings.curve_steps
-        losses = [loss for step, loss in self.curve(name) if step <= steps]
+        losses = [loss for step, loss in self.curve(name, most) if step <= steps]
         return losses[-1] if losses else None
 
     def steps_to(self, name: str) -> float | None:
         """Steps a method takes to the validation loss that plain DDP reaches; None if it does not."""
-        target = self.loss_at("ddp")
+        target = self.loss_at("ddp", len(self.validations.get(name, [])))  # on the same seeds
         if target is None:
             return None
         return next((float(step) for step, loss in self.curve(name) if loss <= target), None)
