@@ -136,6 +136,7 @@ void products(gradwire::Product what, const std::vector<MatrixArguments>& argume
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // objects that live to the end of a program are no leak
   m.doc() = "gradwire's native core. Use it through gradwire.kernels and gradwire.wire.";
   m.def(
       "crc32",

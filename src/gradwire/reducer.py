@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from gradwire.collectives import (
 from gradwire.collectives.base import STAGES, ring_bytes
 from gradwire.collectives.choose import flat_collective, is_elementwise
 from gradwire.collectives.low_rank import LowRank
+from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.kernels.memory import empty
 from gradwire.wire import Key, TensorSpec
@@ -139,6 +141,8 @@ class GradientReducer:
         scale: Callable[[], float] | None = None,
         hosts: Sequence[int] = (),
     ) -> None:
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+            raise ConfigError(f"`seed` must be a whole number in [0, 2**64); got {seed!r}.")
         if nonfinite not in ("raise", "propagate"):
             raise ConfigError(f"`nonfinite` must be 'raise' or 'propagate'; got {nonfinite!r}.")
         self.parameters = dict(parameters)
@@ -148,7 +152,9 @@ class GradientReducer:
         # Sizes on the wire follow from codec and shapes: once these agree, no rank can send what another cannot take.
         shapes = {name: (*p.shape, p.dtype) for name, p in parameters.items()}
         checksum = crc32(repr(shapes).encode())
-        agree(peers, f"codec {self.method}, seed {seed}, {len(shapes)} parameters with checksum {checksum:08x}")
+        inside = ", hierarchical" if self.hosts else ""
+        what_goes = f"codec {self.method}{inside}, seed {seed}, nonfinite={nonfinite!r}"
+        agree(peers, f"{what_goes}, {len(shapes)} parameters with checksum {checksum:08x}")
         self._places = {name: place for place, name in enumerate(self.parameters, start=1)}
         self._pipeline = Pipeline()
         self._tag = STAGES  # tag 0 was the agreement's
@@ -172,8 +178,10 @@ class GradientReducer:
         return self._now.traffic(self.peers.size) if self._now.results else self._traffic
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and the connections to other ranks if nothing is under way."""
         self._pipeline.close()
+        if isinstance(self.peers, ProcessPeers) and all(future.done() for future in self._now.results):
+            self.peers.close()
 
     # A whole model at once.
 
@@ -411,19 +419,43 @@ class GradientReducer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that :meth:`state_dict` returned on this rank."""
-        mine = {"method": str(self.method), "rank": self.peers.rank, "ranks": self.peers.size}
-        for name, value in mine.items():
-            if state.get(name) != value:
-                raise ConfigError(f"`state` has {name} {state.get(name)!r}; this reducer has {value!r}.")
-        unknown = sorted(set(state["states"]) - set(self.parameters))
-        if unknown:
-            raise ConfigError(f"`state` has parameters that the model has not: {unknown}.")
+        self._check_state(state)
         self._now, self._plans = _Step(), {}
         self._step, self._scale = int(state["step"]), float(state["scale"])
         self._states = {
             name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in each.items()}
             for name, each in state["states"].items()
         }
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        mine = {"method": str(self.method), "rank": self.peers.rank, "ranks": self.peers.size}
+        expected = {*mine, "step", "scale", "states"}
+        if not isinstance(state, Mapping) or not expected <= set(state):
+            got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+            raise ConfigError(f"`state` must come from state_dict(), with {sorted(expected)}; got {got}.")
+        for name, value in mine.items():
+            if state[name] != value:
+                raise ConfigError(f"`state` has {name} {state[name]!r}; this reducer has {value!r}.")
+        step, scale, states = state["step"], state["scale"], state["states"]
+        if not isinstance(step, int) or step < 0:
+            raise ConfigError(f"`state` must have a step of 0 or more; got {step!r}.")
+        if not isinstance(scale, float | int) or not 0 < scale < math.inf:
+            raise ConfigError(f"`state` must have a scale above 0; got {scale!r}.")
+        if not isinstance(states, Mapping) or not all(map(_is_state, states.values())):
+            raise ConfigError("`state` must have 'states' of tensors and whole numbers, by parameter.")
+        unknown = sorted(set(states) - set(self.parameters))
+        if unknown:
+            raise ConfigError(f"`state` has parameters that the model has not: {unknown}.")
+        for name, each in states.items():
+            residual, size = each.get("residual"), self.parameters[name].numel()
+            if isinstance(residual, Tensor) and residual.numel() != size:
+                raise ConfigError(
+                    f"`state` has a residual of {residual.numel()} elements for {name!r}; the parameter has {size}."
+                )
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(each, Tensor | int) for each in value.values())
 
 
 def _computed(device: torch.device) -> Callable[[], None]:

@@ -60,7 +60,15 @@ def compress(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
+    if getattr(model, "_comm_hooks", None):
+        raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
+    for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"`{name}` must be True or False; got {flag!r}.")
+    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+        raise ConfigError(f"`scaler` must be a torch.amp.GradScaler; got {type(scaler).__name__}.")
     peers = connect(model.process_group, timeout_s=timeout_s)
+    hosts = find_hosts(peers, tag=1)  # asked by all, so that ranks that want it differently learn so
     reducer = GradientReducer(
         {name: p for name, p in model.module.named_parameters() if p.requires_grad},
         codec,
@@ -69,7 +77,7 @@ def compress(
         feedback=feedback,
         nonfinite=nonfinite or ("raise" if scaler is None else "propagate"),
         scale=scaler.get_scale if scaler is not None else None,
-        hosts=find_hosts(peers) if hierarchical else (),
+        hosts=hosts if hierarchical else (),
     )
     compression = Compression(reducer)
     model.register_comm_hook(compression, _hook)
@@ -134,7 +142,7 @@ class Compression:
             raise error
 
     def close(self) -> None:
-        """End the threads; the model can no longer be trained."""
+        """End the threads and connections; the model can no longer be trained."""
         self._reducer.close()
 
 

@@ -79,7 +79,7 @@ class Steps:
 
     step: Timing
     over_compute: float  # times the step that sends nothing
-    wire_bytes: float  # a step and rank, with all headers; 0 where nobody counts
+    wire_bytes: float | None  # a step and rank, with all headers; None where nobody counts
     sent_bytes: int | None  # a step and rank, as our telemetry has it
 
 
@@ -196,7 +196,7 @@ def _under(rate: str, settings: Settings, common: Mapping[str, Any], notify: Not
         name: Steps(
             Timing.of(seconds[name]),
             statistics.median(seconds[name]) / compute,
-            statistics.median(wire[name]),
+            statistics.median(wire[name]) if lab else None,
             sent[name],
         )
         for name in names
@@ -221,8 +221,10 @@ def earlier_report(file: Path, settings: Settings) -> dict[str, Any]:
             name: [[(int(s), float(v)) for s, v in seed] for seed in told["validations"][name]]
             for name in told["losses"]
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"`--curves` must name the JSON of an earlier run with losses; {file}: {error!r}.") from None
+    except OSError as error:
+        raise ConfigError(f"`--curves` must name a file that can be read; {file}: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"`--curves` must name the --json of an earlier run with losses; {file} is none.") from None
     if task != settings.task or not steps:
         raise ConfigError(
             f"`--curves` must name losses of the task {settings.task!r}; {file} has {task!r}, {steps} steps."

@@ -21,7 +21,9 @@ def draw(report: TrainingReport, file: Path) -> None:
     if not report.validations:
         raise ConfigError("`--plot` needs losses: give `--curve-steps` or `--curves` too.")
     figure_module: Any = require("matplotlib.figure", purpose="`--plot`")
-    panels = [*report.links, "bytes"]
+    ticker: Any = require("matplotlib.ticker", purpose="`--plot`")
+    counted = all(steps.wire_bytes for name, steps in next(iter(report.links.values())).items() if name in PEERS)
+    panels = [*report.links, *(["bytes"] if counted else [])]
     figure = figure_module.Figure(figsize=(4.2 * len(panels), 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     colours = _colours(list(report.validations))
@@ -31,12 +33,13 @@ def draw(report: TrainingReport, file: Path) -> None:
             axis.plot(_places(report, panel, name, steps), losses, label=name, color=colours[name], linewidth=1.4,
                       linestyle="--" if name in PEERS else "-")  # fmt: skip
         axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_xlabel("MB sent by a rank" if panel == "bytes" else f"seconds, {panel}")
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("validation loss")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
-    figure.suptitle(f"{report.settings.task}, {report.settings.workers} workers", fontsize=10)
+    title = f"{report.settings.task}, {report.settings.workers} workers"
+    figure.legend(handles, labels, loc="outside upper center", ncols=6, fontsize=8, frameon=False, title=title)
     figure.savefig(file, dpi=150)
 
 

@@ -13,6 +13,7 @@ from gradwire.benchmarks import plot, training_plot
 from gradwire.benchmarks.hooks import PEERS
 from gradwire.benchmarks.training import OURS, Settings, TrainingReport, earlier_report, measure
 from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
+from gradwire.errors import ConfigError
 
 __all__ = ["train"]
 
@@ -66,8 +67,12 @@ def train(
     earlier = None
     if curves is not None:
         earlier = earlier_report(curves, settings)
-        settings = replace(
-            settings, curve_steps=earlier["curve_steps"], seeds=len(next(iter(earlier["losses"].values())))
+        seeds = len(next(iter(earlier["losses"].values())))
+        settings = replace(settings, curve_steps=earlier["curve_steps"], seeds=seeds)
+    if settings.target_steps > settings.curve_steps:
+        raise ConfigError(
+            f"`--target-steps` must be at most {settings.curve_steps}, the steps of the losses; "
+            f"got {settings.target_steps}."
         )
     with errors.status("starting") as status:
         report = measure(settings, status.update, earlier)
@@ -93,7 +98,8 @@ def _table(report: TrainingReport, rate: str) -> Table:
             row += _to_loss(report, name, rate)
         rows.append(row)
     title = f"{settings.task}, {settings.workers} workers, {rate}, on {report.machine['device']}"
-    caption = f"Median of {settings.rounds} interleaved rounds of {settings.steps} steps; bytes with all headers."
+    caption = f"Median of {settings.rounds} interleaved rounds of {settings.steps} steps; bytes "
+    caption += "with all headers." if any(steps.wire_bytes for steps in there.values()) else "of messages."
     if report.validations:
         caption += (
             f" loss: of validation after {settings.target_steps or settings.curve_steps} steps, mean of "

@@ -13,7 +13,7 @@ from gradwire.cli.output import JsonOption, errors, print_json, show, size, tabl
 from gradwire.clusters import run_workers
 from gradwire.collectives import method
 from gradwire.errors import ConfigError
-from gradwire.lab import Lab
+from gradwire.lab import Lab, parse_rate
 from gradwire.tasks import TASKS
 
 __all__ = ["train"]
@@ -58,6 +58,7 @@ def train(
 
 def _links(workers: int, rate: str | None) -> AbstractContextManager[Lab | None]:
     """A lab of its own for this run, or loopback."""
+    parse_rate(rate, argument="--rate")
     return Lab.up(workers, rate, name=f"train-{os.getpid()}") if rate is not None else nullcontext()
 
 

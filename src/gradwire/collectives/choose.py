@@ -38,7 +38,7 @@ def flat_collective(peers: Peers, what: Codec, hosts: tuple[int, ...] = ()) -> C
 
     With ``hosts``, the host of each rank, what travels inside one is dense.
     """
-    if hosts and 1 < len(set(hosts)) < len(hosts) and is_elementwise(what):
+    if len(set(hosts)) < len(hosts) and is_elementwise(what):
         return Hierarchical(peers, what, hosts)
     return Gather(peers, what) if peers.size <= 2 or not is_elementwise(what) else TwoStage(peers, what)
 
@@ -103,7 +103,12 @@ def method(what: str | Method, *, feedback: bool = True) -> Method:
             raise ConfigError(
                 f"`codec` must be like 'powersgd:16', 'powersgd:16+int8', 'acp:8,start=20'; got {what!r}."
             )
-        return for_training(what) if feedback else codec(what)
+        try:
+            return for_training(what) if feedback else codec(what)
+        except ConfigError as error:
+            if not str(error).startswith("unknown codec"):
+                raise
+            raise ConfigError(f"{error} Or 'dense', 'powersgd:RANK' and 'acp:RANK'.") from None
     name, rank, start, factors = match.groups()
     if not 1 <= int(rank) <= 1024:
         raise ConfigError(f"the rank of '{name}' must be from 1 to 1024; got {rank}.")

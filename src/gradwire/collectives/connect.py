@@ -34,7 +34,8 @@ def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0)
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError("torch.distributed is not initialized: call torch.distributed.init_process_group first.")
-    if not 0 < timeout_s <= _LONGEST_S:
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s <= _LONGEST_S:
         raise ConfigError(f"`timeout_s` must be above 0 and at most {_LONGEST_S:g}; got {timeout_s!r}.")
     transport = os.environ.get(_TRANSPORT) or ("sockets" if find_spec("gradwire._native") else "gloo")
     if transport not in ("sockets", "gloo"):

@@ -42,6 +42,9 @@ class GlooPeers(ProcessPeers):
             messages.works[rank] = messages.start(dist.irecv, rank, data, group_src=rank)
         return messages
 
+    def close(self) -> None:
+        """gloo's connections end with the process."""
+
     def _hang_up(self, accused: int) -> None:
         """gloo closes all connections when a wait times out."""
         other = (

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradwire.codecs import Codec, State
+from gradwire.codecs import EMPTY, Codec, State
 from gradwire.collectives.base import (
     Collective,
     Reduced,
     Reduction,
     delivered,
+    finite_sum,
     result_tensor,
     ring_bytes,
     tensor_of,
@@ -94,8 +95,14 @@ class Hierarchical:
     def _own(self, numel: int) -> slice:
         return slices(numel, self._local.size)[self._local.rank]
 
+    @property
+    def _one_host(self) -> bool:
+        return len(set(self.hosts)) == 1
+
     def init(self, spec: TensorSpec, device: torch.device | str | None = None) -> State:
-        """That of the slice."""
+        """That of the slice; none if nothing is encoded."""
+        if self._one_host:
+            return EMPTY
         own = self._own(spec.numel)
         return self._between.init(TensorSpec((own.stop - own.start,)), device)
 
@@ -147,7 +154,10 @@ class Hierarchical:
         failure: NonFiniteError | None = None
         inner = Reduced(total, state, 0, 0, 0)
         try:
-            inner = yield from self._between.reduce(total, state, key, tag + 1)
+            if self._one_host:
+                finite_sum(total, key)
+            else:
+                inner = yield from self._between.reduce(total, state, key, tag + 1)
         except NonFiniteError as error:
             failure = error
         mine = torch.empty(4 * total.numel() + 1, dtype=torch.uint8)

@@ -45,7 +45,7 @@ class Pipeline:
         With ``here`` its first part runs before this returns, on the thread of the caller.
         """
         if self._closed:
-            raise ConfigError("the pipeline is closed: nothing can be reduced any more.")
+            raise ConfigError("close() was called: nothing can be reduced any more.")
         future: Future[Reduced] = Future()
         if here:
             self._advance(0, (reduction, future))

@@ -8,7 +8,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Final
 
 import torch
@@ -53,6 +54,10 @@ class ProcessPeers(ABC):
         """Start to receive."""
 
     @abstractmethod
+    def close(self) -> None:
+        """End the connections: whoever still waits for this rank is told at once."""
+
+    @abstractmethod
     def _hang_up(self, accused: int) -> None:
         """Close the connections, so that ranks that wait for this one notice now."""
 
@@ -71,7 +76,7 @@ class ProcessPeers(ABC):
         def wait() -> None:
             try:
                 if work is not None:
-                    work.wait()
+                    work.wait(timedelta(seconds=self.timeout_s))
                 if x.device.type == "cuda":
                     torch.cuda.current_stream(x.device).synchronize()
             except RuntimeError as error:
@@ -80,8 +85,10 @@ class ProcessPeers(ABC):
         return wait
 
     def _failed(self, error: RuntimeError, tag: int) -> PeerError:
+        # Whoever is stuck has been waited for already.
+        hasty = replace(self, timeout_s=min(self.timeout_s, _GRACE_S))
         try:
-            agree(self, "the all-reduce failed", tag)
+            agree(hasty, "the all-reduce failed", tag)
         except PeerError as blamed:
             return blamed
         return PeerError(f"the all-reduce failed, though all ranks are there: {_reason(error)}")
@@ -153,4 +160,5 @@ def store() -> Store:
 def _reason(error: Exception) -> str:
     """What the transport says, without the place in its sources."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\[\S*\] ", "", lines[0])
+    said = re.sub(r"^\[\S*\] ", "", lines[0])
+    return f"{said[:1].upper()}{said[1:]}{'' if said.endswith('.') else '.'}"

@@ -97,6 +97,10 @@ class SocketPeers(ProcessPeers):
         """As the kernel counts them."""
         return self.counters.wire_bytes()
 
+    def close(self) -> None:
+        """End the connections."""
+        self.connections.close()
+
     def _hang_up(self, accused: int) -> None:
         self.connections.close()
 
