@@ -121,12 +121,21 @@ class TrainingReport:
         return None if steps is None else self.seconds_of(name, rate, steps)
 
     def seconds_of(self, name: str, rate: str, steps: float) -> float:
-        """Seconds of so many steps; the first ones of PowerSGD are those of another method."""
+        """Seconds of so many steps."""
+        return self._sum_of(name, rate, steps, lambda there: there.step.median_s)
+
+    def bytes_of(self, name: str, steps: float) -> float:
+        """Bytes a rank sends in so many steps."""
+        return self._sum_of(
+            name, next(iter(self.links)), steps, lambda there: there.wire_bytes or there.sent_bytes or 0
+        )
+
+    def _sum_of(self, name: str, rate: str, steps: float, each: Callable[[Steps], float]) -> float:
+        """Of so many steps; the first ones of PowerSGD are those of another method."""
         there = self.links[rate]
         early, first = _start(name)
         first = min(steps, first) if early in there else 0
-        dense = there[early].step.median_s if first else 0.0
-        return first * dense + (steps - first) * there[name].step.median_s
+        return (first * each(there[early]) if first else 0.0) + (steps - first) * each(there[name])
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain JSON types."""

@@ -12,8 +12,10 @@ from gradwire.extras import require
 
 __all__ = ["draw"]
 
-_OURS: Final = ("#0b5394", "#3d85c6", "#0b8043", "#674ea7")
+_OURS: Final = ("#0b5394", "#45b3e0", "#0b8043", "#93c47d", "#674ea7", "#e066c8")
 _PEERS: Final = ("#222222", "#8f8f8f", "#c0c0c0", "#f6b26b", "#e69138", "#b45f06", "#cc4125", "#a64d79")
+
+_WIDE: Final = 10  # from here on losses are drawn on a logarithmic scale
 
 
 def draw(report: TrainingReport, file: Path) -> None:
@@ -37,6 +39,9 @@ def draw(report: TrainingReport, file: Path) -> None:
         axis.set_xlabel("MB sent by a rank" if panel == "bytes" else f"seconds, {panel}")
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("validation loss")
+    losses = [loss for name in report.validations for _, loss in report.curve(name)]
+    if max(losses) > _WIDE * min(losses):
+        axes[0].set_yscale("log")
     handles, labels = axes[0].get_legend_handles_labels()
     title = f"{report.settings.task}, {report.settings.workers} workers"
     figure.legend(handles, labels, loc="outside upper center", ncols=6, fontsize=8, frameon=False, title=title)
@@ -46,9 +51,7 @@ def draw(report: TrainingReport, file: Path) -> None:
 def _places(report: TrainingReport, panel: str, name: str, steps: list[Any]) -> list[float]:
     if panel != "bytes":
         return [report.seconds_of(name, panel, step) for step in steps]
-    there = next(iter(report.links.values()))[name]
-    moved = there.wire_bytes or there.sent_bytes or 0
-    return [moved * step / 1e6 for step in steps]
+    return [report.bytes_of(name, step) / 1e6 for step in steps]
 
 
 def _colours(names: list[str]) -> dict[str, str]:
