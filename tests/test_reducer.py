@@ -234,6 +234,13 @@ def test_a_saved_state_does_not_change():
         ({"rank": 2}, "`state` has rank 2; this reducer has 0"),
         ({"method": None}, "`state` has method None"),
         ({"states": {"nope": {}, "a": {}}}, r"`state` has parameters that the model has not: \['nope'\]"),
+        ({"step": -1}, "`state` must have a step of 0 or more; got -1"),
+        ({"step": "1"}, "`state` must have a step of 0 or more; got '1'"),
+        ({"scale": 0.0}, "`state` must have a scale above 0; got 0.0"),
+        ({"scale": float("nan")}, "`state` must have a scale above 0; got nan"),
+        ({"states": [1]}, "`state` must have 'states' of tensors and whole numbers, by parameter"),
+        ({"states": {"a": {"residual": "x"}}}, "`state` must have 'states' of tensors and whole numbers"),
+        ({"states": {"a": {"residual": torch.zeros(7)}}}, "a residual of 7 elements for 'a'; the parameter has 5120"),
     ],
 )
 def test_a_state_of_another_reducer_is_refused(change, message):
@@ -243,6 +250,13 @@ def test_a_state_of_another_reducer_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         reducer.load_state_dict({**state, **change})
     assert_equal(state["states"], reducer.state_dict()["states"])
+
+
+@pytest.mark.parametrize("state", [{}, None, {"states": {}}])
+def test_a_state_of_something_else_is_refused(state):
+    reducer = GradientReducer(parameters(), "topk:0.05", Alone())
+    with pytest.raises(ConfigError, match=r"`state` must come from state_dict\(\), with \['method', 'rank'"):
+        reducer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("what", ["ef(topk:0.05)", "ef(sign)", "powersgd:2,start=0", "acp:2,start=0", "dgc(topk:0.05)"])
@@ -373,7 +387,9 @@ def test_nothing_is_written_to_gradients_after_a_bucket_has_failed():
     [
         ({"what": "int8"}, "codec int8"),
         ({"seed": 1}, "seed 1"),
-        ({"feedback": False}, r"codec topk:0.05, "),
+        ({"nonfinite": "propagate"}, "nonfinite propagate"),
+        ({"hosts": (0, 0, 0)}, "codec ef(topk:0.05), hierarchical, "),
+        ({"feedback": False}, "codec topk:0.05, "),
         ({"parameters": {"a": nn.Parameter(torch.zeros(3))}}, "1 parameters"),
     ],
 )
@@ -399,6 +415,9 @@ def test_a_state_is_saved_between_steps():
 def test_bad_arguments():
     with pytest.raises(ConfigError, match="`nonfinite` must be 'raise' or 'propagate'; got 'ignore'"):
         GradientReducer(parameters(), "int4", Alone(), nonfinite="ignore")
-    with pytest.raises(ConfigError, match="unknown codec 'nope'"):
+    with pytest.raises(ConfigError, match=r"unknown codec 'nope'.* Or 'dense', 'powersgd:RANK' and 'acp:RANK'\.$"):
         GradientReducer(parameters(), "nope", Alone())
+    for seed in (-1, 1 << 64, 0.5, "1"):
+        with pytest.raises(ConfigError, match=r"`seed` must be a whole number in \[0, 2\*\*64\); got"):
+            GradientReducer(parameters(), "int4", Alone(), seed=seed)
     assert gradwire.compress is not None

@@ -153,7 +153,7 @@ class GradientReducer:
         shapes = {name: (*p.shape, p.dtype) for name, p in parameters.items()}
         checksum = crc32(repr(shapes).encode())
         inside = ", hierarchical" if self.hosts else ""
-        what_goes = f"codec {self.method}{inside}, seed {seed}, nonfinite={nonfinite!r}"
+        what_goes = f"codec {self.method}{inside}, seed {seed}, nonfinite {nonfinite}"
         agree(peers, f"{what_goes}, {len(shapes)} parameters with checksum {checksum:08x}")
         self._places = {name: place for place, name in enumerate(self.parameters, start=1)}
         self._pipeline = Pipeline()

@@ -77,7 +77,8 @@ def answers(folder):
     """What three ranks said of everything else."""
     cases = {
         "disagreement": ("disagreement", {}),
-        "not_ddp": ("not_ddp", {}),
+        "refusals": ("refusals", {}),
+        "closed": ("closed", {}),
         **{f"plain_{name}": ("same_as_plain", given) for name, given in {"default": {}, **OPTIONS}.items()},
         **{name: ("options", given) for name, given in OPTIONS.items()},
         **{f"unused_{c}": ("unused", {"name": c}) for c in ("none", "int4", "ef(topk:0.05)", "powersgd:2,start=1")},
@@ -244,10 +245,25 @@ def test_another_codec_on_one_rank_is_named_on_every_rank(answers):
     assert re.match(r"rank 1 has 'codec int8, .*', but rank 0 has 'codec int4, ", answers["disagreement"][0])
 
 
-def test_a_model_that_is_not_wrapped(answers):
-    assert set(answers["not_ddp"]) == {
-        "`model` must be a torch.nn.parallel.DistributedDataParallel; got Net. Wrap the model first."
-    }
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    {
+        "model": "`model` must be a torch.nn.parallel.DistributedDataParallel; got Net. Wrap the model first.",
+        "twice": "`model` has a communication hook already: wrap the module in DistributedDataParallel anew.",
+        "feedback": "`feedback` must be True or False; got 'yes'.",
+        "hierarchical": "`hierarchical` must be True or False; got 1.",
+        "scaler": "`scaler` must be a torch.amp.GradScaler; got str.",
+        "timeout_s": "`timeout_s` must be above 0 and at most 1e+06; got '5'.",
+        "seed": "`seed` must be a whole number in [0, 2**64); got -1.",
+        "nonfinite": "`nonfinite` must be 'raise' or 'propagate'; got 'ignore'.",
+    }.items(),
+)
+def test_bad_arguments_are_refused_on_every_rank(answers, argument, words):
+    assert {said[argument] for said in answers["refusals"]} == {words}
+
+
+def test_a_closed_compression_says_so(answers):
+    assert set(answers["closed"]) == {"close() was called: nothing can be reduced any more."}
 
 
 def test_groups_of_two_of_four_ranks(tmp_path):

@@ -100,10 +100,10 @@ def test_a_killed_rank_is_named_by_every_survivor_20_of_20(nursery, tmp_path):
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize(("victim", "store"), [(2, "file"), (0, "tcp")])
-def test_a_stopped_rank_is_named_by_every_survivor(nursery, tmp_path, victim, store):
+@pytest.mark.parametrize(("victim", "store", "codec"), [(2, "file", "int4"), (0, "tcp", "int4"), (1, "file", "dense")])
+def test_a_stopped_rank_is_named_by_every_survivor(nursery, tmp_path, victim, store, codec):
     at = {"port": free_port()} if store == "tcp" else {}
-    with Group(nursery, tmp_path / "group", timeout_s=4, **at) as group:
+    with Group(nursery, tmp_path / "group", timeout_s=4, codec=codec, **at) as group:
         os.kill(group.ranks[victim].pid, signal.SIGSTOP)
         said = group.survivors_of(victim, 4 + TIMEOUT_S)
         os.kill(group.ranks[victim].pid, signal.SIGKILL)

@@ -745,7 +745,7 @@ def test_a_swap_waits_for_what_it_expects_and_what_it_sends(store):
 def test_a_rank_that_is_gone_is_named(store):
     ranks = join(2)
     ranks[1].connections.close()
-    with takes(0, 8), pytest.raises(PeerError, match=r"^a test failed: rank 1 is gone\. it closed the connection$"):
+    with takes(0, 8), pytest.raises(PeerError, match=r"^a test failed: rank 1 is gone\. It closed the connection\.$"):
         ranks[0].swap({1: 5}, 0, "a test").receive(1)
 
 

@@ -98,11 +98,14 @@ def test_ranks_of_one_process_are_on_one_host():
     assert results(on_every_rank(find_hosts, 3)) == [(0, 0, 0)] * 3
 
 
-def test_one_rank_a_host_and_all_ranks_on_one_need_no_hierarchy():
-    peers = Loopback(0, 4)
-    for hosts in ((), (0, 1, 2, 3), (0, 0, 0, 0)):
-        assert not isinstance(flat_collective(peers, codec("int8"), hosts), Hierarchical)
-    assert isinstance(flat_collective(peers, codec("int8"), (0, 0, 1, 1)), Hierarchical)
+@pytest.mark.parametrize("hosts", [(), (0, 1, 2, 3)])
+def test_one_rank_a_host_needs_no_hierarchy(hosts):
+    assert not isinstance(flat_collective(Loopback(0, 4), codec("int8"), hosts), Hierarchical)
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 0)])
+def test_ranks_that_share_a_host_are_summed_there(hosts):
+    assert isinstance(flat_collective(Loopback(0, 4), codec("int8"), hosts), Hierarchical)
 
 
 def test_low_rank_factors_take_the_same_way():

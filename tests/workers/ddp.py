@@ -444,9 +444,27 @@ def disagreement(rank):
     return "no error"
 
 
-def not_ddp(rank):
+def refusals(rank):
+    """What is said of bad arguments, by their names."""
+
+    def refusal(model, **settings):
+        try:
+            gradwire.compress(model, "int4", **settings)
+        except ConfigError as error:
+            return str(error)
+        return "no error"
+
+    bad = {"feedback": "yes", "hierarchical": 1, "scaler": "x", "timeout_s": "5", "seed": -1, "nonfinite": "ignore"}
+    said = {name: refusal(DistributedDataParallel(Net()), **{name: value}) for name, value in bad.items()}
+    model, _ = compressed("int4")
+    return {**said, "model": refusal(Net()), "twice": refusal(model)}
+
+
+def closed(rank):
+    model, compression = compressed("int4")
+    compression.close()
     try:
-        gradwire.compress(Net(), "int4")
+        loss_of(model, 0, rank).backward()
     except ConfigError as error:
         return str(error)
     return "no error"
@@ -497,8 +515,8 @@ CASES = {
     "codec": codec, "hierarchical": hierarchical, "same_as_plain": same_as_plain, "accumulation": accumulation,
     "unused": unused,
     "options": options, "autocast": autocast, "half": half, "compiled": compiled, "nonfinite": nonfinite,
-    "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "not_ddp": not_ddp,
-    "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
+    "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "refusals": refusals,
+    "closed": closed, "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
 }  # fmt: skip
 OF_RANKS = {
     "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,

@@ -97,6 +97,13 @@ class SocketPeers(ProcessPeers):
         """As the kernel counts them."""
         return self.counters.wire_bytes()
 
+    def receive_within(self, rank: int, tag: int, seconds: float, what: str) -> Tensor | None:
+        """A message, or None if none with that tag comes and the rank is silent for so long."""
+        try:
+            return self.connections.receive(rank, tag, seconds)
+        except RuntimeError as error:
+            raise self.blame(rank, error, what) from error
+
     def close(self) -> None:
         """End the connections."""
         self.connections.close()
