@@ -14,7 +14,9 @@ torch.Size([10000])
 from gradwire.adapters import Compression, compress
 from gradwire.api import decode, encode
 from gradwire.codecs import Codec, Laws, Layout, Part, codec, register, registered
+from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from gradwire.errors import (
+    CheckpointError,
     ConfigError,
     GradwireError,
     LabError,
@@ -23,17 +25,24 @@ from gradwire.errors import (
     PeerError,
     WireError,
 )
+from gradwire.optim import GradientCompressionOptimizer, ShardedOptimizerBase, ShardingConfiguration, ShardTraffic
 from gradwire.planner import best_codec
+from gradwire.sharding import AllReduceParameter, FutureResult, InProcessExchange, ProcessGroupExchange, StragglerPolicy
 from gradwire.transforms import for_training
 from gradwire.wire import Key, Payload, TensorSpec
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllReduceParameter",
+    "CheckpointError",
     "Codec",
     "Compression",
     "ConfigError",
+    "FutureResult",
+    "GradientCompressionOptimizer",
     "GradwireError",
+    "InProcessExchange",
     "Key",
     "LabError",
     "Laws",
@@ -43,6 +52,11 @@ __all__ = [
     "Part",
     "Payload",
     "PeerError",
+    "ProcessGroupExchange",
+    "ShardTraffic",
+    "ShardedOptimizerBase",
+    "ShardingConfiguration",
+    "StragglerPolicy",
     "TensorSpec",
     "WireError",
     "best_codec",
@@ -51,6 +65,9 @@ __all__ = [
     "decode",
     "encode",
     "for_training",
+    "latest_checkpoint",
+    "load_checkpoint",
     "register",
     "registered",
+    "save_checkpoint",
 ]

@@ -7,11 +7,12 @@
     ├── WireError           (also ValueError)       bytes that are not a valid payload
     ├── NonFiniteError      (also ArithmeticError)  NaN or Inf where a gradient was expected
     ├── PeerError           (also RuntimeError)     another rank failed, or disagrees with this one
+    ├── CheckpointError     (also RuntimeError)     a checkpoint that cannot be written, or is not whole
     ├── LabError            (also RuntimeError)     a lab of network namespaces cannot be made, found or used
     └── MissingExtraError   (also ImportError)      an optional part is not installed
 """
 
-__all__ = ["ConfigError", "GradwireError", "LabError", "MissingExtraError", "NonFiniteError", "PeerError", "WireError"]
+__all__ = ["CheckpointError", "ConfigError", "GradwireError", "LabError", "MissingExtraError", "NonFiniteError", "PeerError", "WireError"]
 
 
 class GradwireError(Exception):
@@ -56,6 +57,14 @@ class PeerError(GradwireError, RuntimeError):
     """Another rank died, or sent something this rank did not expect; the message names it.
 
     >>> issubclass(PeerError, RuntimeError)
+    True
+    """
+
+
+class CheckpointError(GradwireError, RuntimeError):
+    """A checkpoint cannot be written, or is incomplete or damaged; the message names the file.
+
+    >>> issubclass(CheckpointError, RuntimeError)
     True
     """
 

@@ -1,7 +1,12 @@
 """What test ranks share. A test rank is a real process in a real process group, started by ``run_workers``."""
 
+import contextlib
+import inspect
 import json
 import sys
+import traceback
+import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,3 +27,27 @@ def main(body):
             print(json.dumps([bytes(one.tolist()).rstrip(b"\0").decode() for one in lines]))
 
     run_rank(say, timeout_s=30)
+
+
+def main_of_cases(cases):
+    """Every rank writes what the cases of the settings returned, or their errors, to a file in the settings' folder.
+
+    A case is a function of the rank, of the number of ranks if it asks for it, and of the arguments in the settings.
+    """
+
+    def body(settings, rank, ranks):
+        with (Path(settings["folder"]) / f"rank-{rank}").open("w") as out:
+            for number, (case, arguments) in enumerate(settings["cases"]):
+                told = {"ranks": ranks} if "ranks" in inspect.signature(cases[case]).parameters else {}
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        said = cases[case](rank, **told, **arguments)
+                except Exception:
+                    said = {"error": traceback.format_exc()}
+                print(json.dumps([number, said]), file=out, flush=True)
+                with contextlib.suppress(RuntimeError):
+                    dist.barrier()
+        return "done"
+
+    main(body)

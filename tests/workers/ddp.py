@@ -1,10 +1,6 @@
 """A rank that trains DDP models, case after case; what it saw of each goes to a file of its own."""
 
-import contextlib
-import json
 import math
-import traceback
-import warnings
 import zlib
 from pathlib import Path
 
@@ -18,7 +14,7 @@ import gradwire
 from gradwire import ConfigError, NonFiniteError, PeerError
 from gradwire.collectives import hierarchical as hosts
 
-from .base import main
+from .base import main_of_cases
 
 SMALL_BUCKETS = 0.03  # MiB: about 7800 parameters
 TIMEOUT_S = 20
@@ -524,24 +520,5 @@ OF_RANKS = {
 }  # fmt: skip
 
 
-def body(settings, rank, ranks):
-    file = Path(settings["folder"]) / f"rank-{rank}"
-    with file.open("w") as out:
-        for number, (case, arguments) in enumerate(settings["cases"]):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    if case in OF_RANKS:
-                        said = OF_RANKS[case](rank, ranks, **arguments)
-                    else:
-                        said = CASES[case](rank, **arguments)
-            except Exception:
-                said = {"error": traceback.format_exc()}
-            print(json.dumps([number, said]), file=out, flush=True)
-            with contextlib.suppress(RuntimeError):
-                dist.barrier()
-    return "done"
-
-
 if __name__ == "__main__":
-    main(body)
+    main_of_cases(CASES | OF_RANKS)

@@ -1,4 +1,4 @@
-"""What ranks of ``tests.workers.ddp`` said of cases."""
+"""What ranks of a module of cases said."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 from gradwire.clusters import run_workers
 
 
-def said(folder, cases, ranks):
+def said(folder, cases, ranks, module="tests.workers.ddp"):
     """By the name of a case, what each rank said of it; one process group serves all cases."""
     numbered = list(cases.values())
-    for _ in run_workers("tests.workers.ddp", {"folder": str(folder), "cases": numbered}, ranks):
+    for _ in run_workers(module, {"folder": str(folder), "cases": numbered}, ranks):
         pass
     lines = [[json.loads(line) for line in (Path(folder) / f"rank-{r}").read_text().splitlines()] for r in range(ranks)]
     return {name: [dict(rank)[i] for rank in lines] for i, name in enumerate(cases)}

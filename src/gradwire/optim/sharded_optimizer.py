@@ -1,0 +1,822 @@
+"""An optimizer whose work is divided among ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from gradwire.codecs import codec
+from gradwire.collectives import agree
+from gradwire.collectives.peers import tell
+from gradwire.errors import ConfigError, NonFiniteError
+from gradwire.optim.configuration import ShardingConfiguration
+from gradwire.optim.elementwise import is_elementwise_optimizer
+from gradwire.optim.plan import BucketPlan, Plan, make_plan
+from gradwire.optim.sharded_state import check_state, cut, joined
+from gradwire.sharding import ProcessGroupExchange, Shard, Stragglers, Vector, clip_norm, clip_value, global_norm
+from gradwire.sharding.shard import NONFINITE, STOP
+from gradwire.transforms.base import SenderTransform
+from gradwire.tree import from_bytes, to_bytes
+
+__all__ = ["ShardedOptimizerBase", "ShardTraffic"]
+
+_NORM_TAGS: Final = 1 << 30
+_FULL_TAGS: Final = (1 << 30) + (1 << 29)
+_INNER: Final = "params"
+
+
+@dataclass(frozen=True)
+class ShardTraffic:
+    """What one step moved."""
+
+    gradient_bytes: int  # sent by this rank
+    weight_bytes: int
+    dense_gradient_bytes: int  # float32's, by the same collectives
+    dense_weight_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent over float32's; 0 if nothing has to be."""
+        dense = self.dense_gradient_bytes + self.dense_weight_bytes
+        return (self.gradient_bytes + self.weight_bytes) / dense if dense else 0.0
+
+
+class Bucket:
+    """Parameters that travel together, and the pieces of them that live here."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        exchange: ProcessGroupExchange,
+        number: int,
+        config: ShardingConfiguration,
+        stragglers: Stragglers,
+        *,
+        whole: bool,
+    ) -> None:
+        self.plan, self.parameters = plan, [parameters[place] for place in plan.places]
+        self.replicated = config.stage == 0
+        self.held = Vector([p.detach() for p in self.parameters])
+        transformed = isinstance(plan.gradients, SenderTransform)
+        back = plan.gradients.inner if transformed else plan.gradients  # of the means, at stage 0
+        back = back if self.replicated else plan.weights
+        float32 = all(p.dtype == torch.float32 for p in self.parameters)
+        self.aliased = not self.replicated and back == codec("none") and float32
+        self.shard = Shard(
+            exchange,
+            len(self.held),
+            plan.gradients,
+            back,
+            number,
+            config.seed,
+            differences=not self.replicated and not self.aliased,
+            stragglers=stragglers,
+            slices=plan.slices,
+            note_bytes=plan.note_bytes,
+        )
+        self.device = self.parameters[0].device
+        self.own = self.held.pieces(self.shard.own)  # place in the bucket, and which part
+        self.master: Tensor | None = None
+        self.owned_residual: Tensor | None = None
+        if self.replicated:
+            if transformed:
+                self.owned_residual = torch.zeros(self.shard.own.stop - self.shard.own.start)
+        elif not self.aliased:
+            self.master = self.held.read(self.shard.own).clone()
+        self.pieces: list[nn.Parameter] = []
+        if not self.replicated:
+            at = 0
+            for place, part in self.own:
+                length = part.stop - part.start
+                flat = self.held.flats[place][part] if self.master is None else self.master[at : at + length]
+                shape = self.parameters[place].shape if whole else (length,)
+                self.pieces.append(nn.Parameter(flat.view(shape), requires_grad=True))
+                at += length
+        self.gradient: Tensor | None = None  # the mean of the slice that lives here
+        self.missing = 0  # gradients that have not come in this step
+        self.sent = False
+
+    def begin(self) -> None:
+        """Wait for a new step's gradients."""
+        self.missing, self.sent, self.gradient = len(self.parameters), False, None
+
+    def put(self, flags: int, inverse_scale: float, *, free: bool) -> int:
+        """Send what gradients there are; a missing one counts as zeros."""
+        note, tensors = 0, []
+        for bit, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                tensors.append(torch.zeros(parameter.numel(), device=parameter.device))
+                continue
+            if gradient.is_sparse:
+                raise ConfigError(f"sparse gradients cannot be sharded; got one of shape {tuple(gradient.shape)}.")
+            note |= 1 << bit
+            scaled = gradient.detach().contiguous()
+            tensors.append(scaled if inverse_scale == 1.0 else scaled.to(torch.float32) * inverse_scale)
+        flags = self.shard.put(Vector(tensors), flags, note)
+        self.sent = True
+        if free:
+            for parameter in self.parameters:
+                parameter.grad = None
+        return flags
+
+    def receive(self) -> int:
+        """Sum up the slice that lives here. Returns what all said."""
+        gathered = self.shard.gather()
+        self.note, self.arrived = gathered.note, len(gathered.arrived)
+        ranks = self.shard.exchange.size
+        if gathered.flags & NONFINITE or self.shard.stragglers.too_few(self.arrived, ranks) or not self.arrived:
+            self.gradient = None
+        else:
+            self.gradient = self.shard.mean(gathered, self.arrived).to(self.device)
+        return gathered.flags
+
+    def give_gradients(self) -> None:
+        """To the pieces; those of parameters that no rank used get none."""
+        at = 0
+        assert self.gradient is not None
+        for (place, part), piece in zip(self.own, self.pieces, strict=True):
+            length = part.stop - part.start
+            used = self.note >> place & 1
+            gradient = self.gradient[at : at + length].view(piece.shape)
+            piece.grad = gradient.to(piece.dtype) if used else None
+            at += length
+
+    def publish(self) -> None:
+        """Tell all what this rank's slice has become: weights, or the mean gradient if every rank steps by itself."""
+        if not self.replicated:
+            self.shard.publish(self.master, self.held, self.shard.step)
+            return
+        assert self.gradient is not None
+        x = self.gradient.to("cpu")
+        if self.owned_residual is not None:
+            x = x + self.owned_residual
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.means = Vector([p.grad for p in self.parameters if p.grad is not None])
+        self.shard.publish(x, self.means, self.shard.step)
+        if self.owned_residual is not None:
+            self.owned_residual = x - self.means.read(self.shard.own).to("cpu")
+
+    def fetch(self) -> None:
+        """Everybody's slices."""
+        self.shard.fetch_all(self.means if self.replicated else self.held)
+
+
+class ShardedOptimizerBase(Optimizer):
+    """A :class:`torch.optim.Optimizer` around another one, whose state and steps are divided among ranks.
+
+    Each rank owns a slice of all parameters. ``step`` sums every slice's gradients at its owner, lets the wrapped
+    optimizer step the slice there, and brings the new weights to everybody. Hyperparameters are those of
+    ``param_groups``, as ever: learning rate schedulers work on this optimizer. Nothing is compressed here.
+
+    >>> model = nn.Linear(3, 2)
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> optimizer = ShardedOptimizerBase(torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> model(torch.ones(1, 3)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.steps
+    1
+    >>> dist.destroy_process_group()
+    """
+
+    _step_supports_amp_scaling: ClassVar[bool] = True  # ranks agree on a skipped step here, not in the scaler
+
+    def __init__(self, wrapped_optimizer: Optimizer, config: ShardingConfiguration | None = None) -> None:
+        if not isinstance(wrapped_optimizer, Optimizer):
+            raise ConfigError(
+                "`wrapped_optimizer` must be a gradient-based optimizer, a torch.optim.Optimizer; "
+                f"got {type(wrapped_optimizer).__name__}."
+            )
+        if isinstance(wrapped_optimizer, LBFGS | ShardedOptimizerBase):
+            raise ConfigError(f"`wrapped_optimizer` must step once a gradient; got {type(wrapped_optimizer).__name__}.")
+        config = config if config is not None else ShardingConfiguration()
+        if not isinstance(config, ShardingConfiguration):
+            raise ConfigError(f"`config` must be a ShardingConfiguration; got {type(config).__name__}.")
+        self.wrapped, self.config = wrapped_optimizer, config
+        parameters = [p for group in wrapped_optimizer.param_groups for p in group[_INNER]]
+        _check_parameters(parameters)
+        self._parameters = parameters
+        super().__init__(
+            [{**group, _INNER: list(group[_INNER])} for group in wrapped_optimizer.param_groups],
+            dict(wrapped_optimizer.defaults),
+        )
+        self.state = wrapped_optimizer.state
+        self.whole = config.stage > 0 and (
+            config.partition == "tensors"
+            or (config.partition == "auto" and not is_elementwise_optimizer(wrapped_optimizer))
+        )
+        self.exchange = ProcessGroupExchange.of(config.process_group, timeout_s=config.timeout_s)
+        self.plan = self._make_plan()
+        self._agree()
+        self.stragglers = Stragglers(config.stragglers)
+        self.buckets = [
+            Bucket(each, parameters, self.exchange, number, config, self.stragglers, whole=self.whole)
+            for number, each in enumerate(self.plan.buckets)
+        ]
+        self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+        self._move_states()
+        self.steps = 0  # that all ranks have taken
+        self.skipped = 0  # because of NaN or Inf
+        self._syncing, self._flags, self._gathered, self._norm = True, 0, False, None
+        self._stop = False
+        self.stop_agreed = False
+        self._traffic = ShardTraffic(0, 0, 0, 0)
+        self._hooks = (
+            [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
+            if config.auto_sync_gradients
+            else []
+        )
+        self._begin()
+
+    # Setting up.
+
+    def _make_plan(self) -> Plan:
+        """Which parameters travel together, in which codec."""
+        return self._planned(ratio=None)
+
+    def _planned(self, **how: Any) -> Plan:
+        config = self.config
+        return make_plan(
+            [tuple(p.shape) for p in self._parameters],
+            self.exchange.size,
+            gradients=config.gradients,
+            weights=config.weights,
+            feedback=config.feedback,
+            whole=self.whole,
+            bucket_bytes=config.bucket_bytes,
+            **how,
+        )
+
+    def _agree(self) -> None:
+        """On everything sizes depend on; and begin with the same weights, which are the first rank's."""
+        shapes = [(*p.shape, p.dtype) for p in self._parameters]
+        groups = [{k: v for k, v in group.items() if k != _INNER} for group in self.wrapped.param_groups]
+        config = self.config
+        line = (
+            f"{type(self.wrapped).__name__}, stage {config.stage}, seed {config.seed}, nonfinite {config.nonfinite}, "
+            f"{len(shapes)} parameters with checksum {crc32(repr((shapes, groups)).encode()):08x}, "
+            f"plan with checksum {crc32(repr(self.plan).encode()):08x}"
+        )
+        peers = self.exchange.peers
+        agree(peers, line)
+        checksum = 0
+        for parameter in self._parameters:
+            checksum = crc32(parameter.detach().to("cpu").contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+        if len(set(tell(peers, f"{checksum:08x}", 1, "the comparison of weights"))) > 1:
+            self._take_first_ranks_weights()
+
+    def _take_first_ranks_weights(self) -> None:
+        first, tag = 0, _FULL_TAGS
+        for place, parameter in enumerate(self._parameters):
+            data = parameter.detach().to("cpu").contiguous()
+            if self.exchange.rank == first:
+                for rank in range(1, self.exchange.size):
+                    self.exchange.put(rank, tag + place, data.view(-1).view(torch.uint8).clone())
+            else:
+                block = self.exchange.take(first, tag + place, data.numel() * data.element_size())
+                assert block is not None
+                parameter.detach().copy_(block.view(data.dtype).view(parameter.shape))
+
+    def _move_states(self) -> None:
+        """Give the wrapped optimizer the pieces that live here instead of parameters, and what it knows of them."""
+        if self.config.stage == 0:
+            return
+        old, pieces = dict(self.wrapped.state), self._pieces()
+        self.wrapped.state.clear()
+        for group in self.wrapped.param_groups:
+            group[_INNER] = [piece for p in group[_INNER] for piece, _, _ in pieces.get(id(p), [])]
+        for parameter in self._parameters:
+            for piece, first, last in pieces.get(id(parameter), []):
+                if parameter in old:
+                    self.wrapped.state[piece] = {
+                        name: _cut(value, parameter, piece, first, last) for name, value in old[parameter].items()
+                    }
+
+    def _pieces(self) -> dict[int, list[tuple[nn.Parameter, int, int]]]:
+        """By the id of a parameter: what lives here of it, from where to where."""
+        found: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
+        for bucket in self.buckets:
+            for (place, part), piece in zip(bucket.own, bucket.pieces, strict=not bucket.replicated):
+                found.setdefault(id(bucket.parameters[place]), []).append((piece, part.start, part.stop))
+        return found
+
+    # Gradients, while backward runs.
+
+    def _begin(self) -> None:
+        for bucket in self.buckets:
+            bucket.begin()
+        self._flags, self._gathered, self._norm = 0, False, None
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._syncing:
+            return
+        bucket = self._bucket_of[id(parameter)]
+        if bucket.sent:
+            raise ConfigError(
+                "backward ran again after the gradients of this step were sent: accumulate under "
+                "`with optimizer.no_sync():`, or set auto_sync_gradients=False."
+            )
+        bucket.missing -= 1
+        if bucket.missing <= 0:
+            self._put_ready()
+
+    def _put_ready(self) -> None:
+        """Send full buckets, in the order all ranks share; the last one is sent by ``step``."""
+        for bucket in self.buckets[:-1]:
+            if bucket.sent:
+                continue
+            if bucket.missing > 0:
+                return
+            self._put(bucket, self._scaler_scale())
+
+    def _put(self, bucket: Bucket, scale: float) -> None:
+        stop = STOP if self._stop and bucket is self.buckets[-1] else 0
+        # With NaN or Inf in any bucket so far: the last one tells all owners of all.
+        flags = bucket.put(self._flags & NONFINITE | stop, 1.0 / scale, free=self.config.stage == 2)
+        self._flags |= flags
+
+    def _scaler_scale(self) -> float:
+        return float(self.config.scaler.get_scale()) if self.config.scaler is not None else 1.0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank: nothing is sent in here.
+
+        >>> hasattr(ShardedOptimizerBase, "no_sync")
+        True
+        """
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def synchronize_gradients(self) -> None:
+        """Send what has not been sent, and sum up what lives here; ``step`` does it if nobody else has."""
+        if self._gathered:
+            return
+        scale = getattr(self, "grad_scale", None)
+        sent_before = any(bucket.sent for bucket in self.buckets)
+        if scale is not None and sent_before and self.config.scaler is None:
+            raise ConfigError(
+                "gradients were sent while they were scaled: give the GradScaler to ShardingConfiguration(scaler=...)."
+            )
+        in_step = float(scale) if scale is not None else 1.0
+        unscaled = "grad_scale" in self.__dict__ and scale is None
+        for bucket in self.buckets:
+            if not bucket.sent:
+                known = self._scaler_scale() if self.config.scaler is not None and not unscaled else in_step
+                self._put(bucket, known)
+        for bucket in self.buckets:
+            self._flags |= bucket.receive()
+        self._gathered = True
+
+    # Clipping, on what lives here.
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the mean gradient down to that L2 norm over all ranks, which must all call it, before ``step``.
+
+        Returns the norm it had; NaN if the step is going to be skipped.
+        """
+        self.synchronize_gradients()
+        if self._bad():
+            return math.nan
+        self._norm = global_norm(self._means(), self.exchange, _NORM_TAGS + self.buckets[0].shard.step, self.stragglers)
+        clip_norm(self._means(), self._norm, max_norm)
+        return self._norm
+
+    def _means(self) -> list[Tensor]:
+        return [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
+
+    def _bad(self) -> bool:
+        return bool(self._flags & NONFINITE)
+
+    # A step.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step with the mean of all ranks' gradients. Every rank must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.synchronize_gradients()
+        self._take()
+        self._catch_up()
+        return loss
+
+    def _take(self) -> None:
+        """From the sums to the weights."""
+        self.stop_agreed = bool(self._flags & STOP)
+        bad = self._bad()
+        self._tell_scaler(bad)
+        step = self.buckets[0].shard.step
+        if bad:
+            for bucket in self.buckets:
+                bucket.shard.abort()
+            self.skipped += 1
+            self._count(published=False)
+            self._begin()
+            if self.config.scaler is None and not hasattr(self, "found_inf") and self.config.nonfinite == "raise":
+                raise NonFiniteError(f"step {step}: the gradient of a rank holds NaN or Inf.")
+            return
+        abandoned = any(bucket.gradient is None for bucket in self.buckets)
+        if abandoned:
+            self.stragglers.abandoned += 1
+            for bucket in self.buckets:
+                bucket.shard.abort()
+        else:
+            self._clip()
+            for bucket in self.buckets:
+                bucket.shard.commit()
+            if self.config.stage > 0:
+                self._step_pieces()
+        if self.config.stage > 0 or not abandoned:
+            for bucket in self.buckets:
+                bucket.publish()
+            for bucket in self.buckets:
+                bucket.fetch()
+        if self.config.stage == 0 and not abandoned:
+            self._step_replicated()
+        self.steps += 1
+        self._count(published=True)
+        self._begin()
+
+    def _clip(self) -> None:
+        if self.config.clip_value is not None:
+            clip_value(self._means(), -self.config.clip_value, self.config.clip_value)
+        if self.config.clip_norm is not None and self._norm is None:
+            self.clip_grad_norm_(self.config.clip_norm)
+
+    def _step_pieces(self) -> None:
+        for bucket in self.buckets:
+            bucket.give_gradients()
+        self._copy_hyperparameters()
+        self.wrapped.step()
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                piece.grad = None
+
+    def _step_replicated(self) -> None:
+        for bucket in self.buckets:
+            for bit, parameter in enumerate(bucket.parameters):
+                if not self._used(bucket, bit):
+                    parameter.grad = None
+        self._copy_hyperparameters()
+        self.wrapped.step()
+
+    def _used(self, bucket: Bucket, bit: int) -> bool:
+        return bool(bucket.note >> bit & 1)
+
+    def _copy_hyperparameters(self) -> None:
+        for mine, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
+            inner.update({name: value for name, value in mine.items() if name != _INNER})
+
+    def _tell_scaler(self, bad: bool) -> None:
+        """What one rank found all scalers must know, or their scales drift apart."""
+        found = getattr(self.config.scaler, "_per_optimizer_states", None)
+        if found is not None and id(self) in found and hasattr(self, "found_inf"):
+            device = torch.device("cpu") if not isinstance(self.found_inf, Tensor) else self.found_inf.device
+            found[id(self)]["found_inf_per_device"] = {device: torch.tensor(float(bad), device=device)}
+
+    def _count(self, *, published: bool) -> None:
+        shards = [bucket.shard for bucket in self.buckets]
+        own = sum(shard.own.stop - shard.own.start for shard in shards)
+        self._traffic = ShardTraffic(
+            sum(shard.sent_gradients for shard in shards),
+            sum(shard.sent_weights for shard in shards) if published else 0,
+            sum(shard.dense_bytes() for shard in shards),
+            4 * own * (self.exchange.size - 1) if published else 0,
+        )
+
+    def _catch_up(self) -> None:
+        """If the others have gone on without this rank, follow them: step what lives here with their gradients."""
+        while self.stragglers.policy is not None and self.buckets[-1].shard.ahead(self.buckets[-1].shard.step + 2):
+            for bucket in self.buckets:
+                bucket.shard.skip()
+            for bucket in self.buckets:
+                self._flags |= bucket.receive()
+            self._take()
+
+    # Its state, which goes out and comes in.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps: its pieces of the wrapped optimizer's state and of the weights, residuals, counters.
+
+        Save it between steps, on every rank. It holds dicts, lists, tensors, numbers and strings only.
+        """
+        if any(bucket.sent for bucket in self.buckets):
+            raise ConfigError("save the state between steps: gradients of this one have been sent.")
+        places = {id(p): str(place) for place, p in enumerate(self._parameters)}
+        groups, at = [], 0
+        for group in self.param_groups:
+            count = len(group[_INNER])
+            groups.append({**{k: v for k, v in group.items() if k != _INNER}, _INNER: list(range(at, at + count))})
+            at += count
+        residuals: dict[str, Tensor] = {}
+        owned: dict[str, dict[str, Any]] = {}
+        for bucket in self.buckets:
+            residual = bucket.shard.states[0].get("residual") if len(bucket.shard.states) == 1 else None
+            for place, (start, stop) in enumerate(zip(bucket.held.starts, bucket.held.starts[1:], strict=False)):
+                if isinstance(residual, Tensor):
+                    residuals[places[id(bucket.parameters[place])]] = residual[start:stop]
+            if bucket.owned_residual is not None:
+                at = 0
+                for place, part in bucket.own:
+                    length = part.stop - part.start
+                    piece = {"first": part.start, "residual": bucket.owned_residual[at : at + length]}
+                    owned[places[id(bucket.parameters[place])]] = piece
+                    at += length
+        several = [bucket.shard.states if len(bucket.shard.states) > 1 else [] for bucket in self.buckets]
+        return {
+            "format": 1,
+            "rank": self.exchange.rank,
+            "ranks": self.exchange.size,
+            "stage": self.config.stage,
+            "wrapped": type(self.wrapped).__name__,
+            "plan": self._plan_name(),
+            "step": self.buckets[0].shard.step,
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "param_groups": groups,
+            "shapes": {str(place): list(p.shape) for place, p in enumerate(self._parameters)},
+            "pieces": {places[key]: pieces for key, pieces in self._saved_pieces().items()},
+            "residuals": residuals,
+            "owned": owned,
+            "codec_states": [[dict(state) for state in states] for states in several],
+        }
+
+    def _plan_name(self) -> str:
+        return f"{crc32(repr(self.plan).encode()):08x}"
+
+    def _saved_pieces(self) -> dict[int, list[dict[str, Any]]]:
+        found: dict[int, list[dict[str, Any]]] = {}
+        if self.config.stage == 0:
+            for p in self._parameters:
+                state = dict(self.wrapped.state.get(p, {}))
+                piece = {"first": 0, "last": p.numel(), "weights": p.detach().view(-1), "master": None, "state": state}
+                found[id(p)] = [piece]
+            return found
+        masters = {
+            id(piece): bucket.master is not None for bucket in self.buckets for piece in bucket.pieces
+        }
+        for p in self._parameters:
+            found[id(p)] = [
+                {
+                    "first": first,
+                    "last": last,
+                    "weights": p.detach().view(-1)[first:last],
+                    "master": piece.detach().view(-1) if masters[id(piece)] else None,
+                    "state": dict(self.wrapped.state.get(piece, {})),
+                }
+                for piece, first, last in self._pieces().get(id(p), [])
+            ]
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:  # type: ignore[override]
+        """Go on from this rank's state, or from the states of all ranks that were saved, if these were others.
+
+        Every rank must call it. Weights are restored too. From the states of all ranks any number of ranks can go on, at
+        any stage: what compression has not sent yet is shared among them.
+        """
+        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        for state in states:
+            check_state(state)
+        shapes = {str(place): list(p.shape) for place, p in enumerate(self._parameters)}
+        if not states or states[0]["shapes"] != shapes:
+            raise ConfigError(
+                f"the state is of {len(states[0]['shapes']) if states else 0} parameters of other shapes than this "
+                f"optimizer's {len(shapes)}."
+            )
+        if states[0]["wrapped"] != type(self.wrapped).__name__:
+            raise ConfigError(f"the state is of {states[0]['wrapped']}; this optimizer wraps {type(self.wrapped).__name__}.")
+        mine, same = self._division(), self.fits(states[0])
+        own = [state for state in states if state["rank"] == self.exchange.rank]
+        if not same and len(states) != states[0]["ranks"]:
+            there = {name: states[0][name] for name in mine}
+            raise ConfigError(
+                f"the state is of {there}; this optimizer has {mine}. Give the states of all {states[0]['ranks']} ranks "
+                "to divide them anew."
+            )
+        if same and not own:
+            raise ConfigError(f"the state is of rank {states[0]['rank']}; this is rank {self.exchange.rank}.")
+        self._load_groups(states[0]["param_groups"])
+        self._load_pieces(joined(states) if not same else None, own[0] if same else None)
+        self._load_residuals(states, own[0] if same else None)
+        for bucket in self.buckets:
+            bucket.shard.step = int(states[0]["step"])
+        self.steps, self.skipped = int(states[0]["steps"]), int(states[0]["skipped"])
+        self._share_weights()
+        self._begin()
+
+    def _division(self) -> dict[str, Any]:
+        return {"ranks": self.exchange.size, "stage": self.config.stage, "plan": self._plan_name()}
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a rank's state is divided as this optimizer is, so that it is enough for that rank."""
+        return all(state[name] == value for name, value in self._division().items())
+
+    def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if len(groups) != len(self.param_groups):
+            raise ConfigError(f"the state has {len(groups)} parameter groups; this optimizer has {len(self.param_groups)}.")
+        for mine, saved in zip(self.param_groups, groups, strict=True):
+            for name, value in saved.items():
+                if name != _INNER:  # JSON has no tuples
+                    mine[name] = tuple(value) if isinstance(mine.get(name), tuple) else value
+        self._copy_hyperparameters()
+
+    def _load_pieces(self, whole: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
+        pieces = self._pieces()
+        self.wrapped.state.clear()
+        for place, p in enumerate(self._parameters):
+            targets = [(p, 0, p.numel())] if self.config.stage == 0 else pieces.get(id(p), [])
+            saved = {piece["first"]: piece for piece in own["pieces"].get(str(place), [])} if own is not None else {}
+            for target, first, last in targets:
+                piece = saved[first] if whole is None else cut(whole[str(place)], first, last, target.shape)
+                p.detach().view(-1)[first:last] = piece["weights"]
+                if self.config.stage > 0:
+                    truth = piece["master"] if piece["master"] is not None else piece["weights"]
+                    target.detach().view(-1).copy_(truth.reshape(-1))
+                if piece["state"]:
+                    self.wrapped.state[target] = {
+                        name: value.clone().to(target.device) if isinstance(value, Tensor) and value.dim() else _copied(value)
+                        for name, value in piece["state"].items()
+                    }
+
+    def _load_residuals(self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None) -> None:
+        if own is None and any(each for state in states for each in state["codec_states"]):
+            raise ConfigError("the state of this codec cannot be divided anew; use one with error feedback, or without.")
+        places = {id(p): str(place) for place, p in enumerate(self._parameters)}
+        for number, bucket in enumerate(self.buckets):
+            bucket.shard.abort()
+            if own is not None and own["codec_states"][number]:
+                bucket.shard.states = [dict(state) for state in own["codec_states"][number]]
+            if bucket.owned_residual is not None:
+                bucket.owned_residual = torch.zeros_like(bucket.owned_residual)
+            if own is not None and bucket.owned_residual is not None:
+                parts = [own["owned"][places[id(bucket.parameters[place])]]["residual"] for place, _ in bucket.own]
+                bucket.owned_residual = torch.cat([torch.empty(0), *parts])
+            residual = bucket.shard.states[0].get("residual") if len(bucket.shard.states) == 1 else None
+            if not isinstance(residual, Tensor):
+                continue
+            fresh = torch.zeros_like(residual)
+            for place, (start, stop) in enumerate(zip(bucket.held.starts, bucket.held.starts[1:], strict=False)):
+                key = places[id(bucket.parameters[place])]
+                # The mean of what the old ranks have not sent is what each new one has not sent.
+                for state in [own] if own is not None else states:
+                    if key in state["residuals"]:
+                        fresh[start:stop] += state["residuals"][key] / (1 if own is not None else len(states))
+                    if key in state["owned"] and own is None:
+                        piece = state["owned"][key]
+                        first = start + piece["first"]
+                        fresh[first : first + piece["residual"].numel()] += piece["residual"]
+            bucket.shard.states = [{"residual": fresh}]
+
+    def _share_weights(self) -> None:
+        """Every rank's own slices of weights to everybody, as they are."""
+        for bucket in self.buckets:
+            bucket.shard.share(bucket.held)
+
+    def serialize(self) -> bytes:
+        """The state of this rank as bytes, without pickle."""
+        return to_bytes(self.state_dict())
+
+    def deserialize(self, data: bytes | Sequence[bytes]) -> None:
+        """Go on from what :meth:`serialize` returned on this rank, or on all ranks; see :meth:`load_state_dict`."""
+        several = [data] if isinstance(data, bytes | bytearray | memoryview) else list(data)
+        states = [from_bytes(bytes(each)) for each in several]
+        self.load_state_dict(states[0] if len(states) == 1 else states)
+
+    def _everyones_states(self) -> list[dict[str, Any]]:
+        mine = torch.frombuffer(bytearray(self.serialize()), dtype=torch.uint8)
+        peers, size = self.exchange.peers, self.exchange.size
+        sizes = [int(each) for each in tell(peers, str(mine.numel()), 2, "the exchange of states")]
+        for rank in range(size):
+            if rank != peers.rank:
+                self.exchange.put(rank, _FULL_TAGS - 1, mine)
+        states = []
+        for rank in range(size):
+            block = mine if rank == peers.rank else self.exchange.take(rank, _FULL_TAGS - 1, sizes[rank])
+            assert block is not None
+            states.append(from_bytes(block.numpy().tobytes()))
+        return states
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole state, on every rank, as the wrapped optimizer would save it: load it with its own class.
+
+        Every rank must call it.
+        """
+        states = self._everyones_states()
+        whole = joined(states)
+        state = {
+            place: {
+                name: value.reshape(p.shape) if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == p.numel() else value
+                for name, value in whole[str(place)]["state"].items()
+            }
+            for place, p in enumerate(self._parameters)
+            if whole[str(place)]["state"]
+        }
+        groups = [
+            {name: tuple(value) if isinstance(mine.get(name), tuple) else value for name, value in group.items()}
+            for mine, group in zip(self.param_groups, states[0]["param_groups"], strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def synchronize_optimizer_state(self) -> None:
+        """Make every rank's optimizer state that of the owners; at stage 0, that of the first rank.
+
+        Every rank must call it.
+        """
+        states = self._everyones_states()
+        own = states[self.exchange.rank]
+        self._load_groups(states[0]["param_groups"])
+        whole = joined(states)
+        for each in whole.values():
+            each["weights"] = each["weights"].clone()
+        self._load_pieces(whole, None)
+        self._load_residuals(states, own)
+        self._share_weights()
+
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        """Weights as the owners have them, in float32 where parameters are, for validation and export.
+
+        In between, parameters hold what travelled, which is behind by what compression has not sent yet. Every rank must
+        enter it.
+        """
+        kept = [p.detach().clone() for p in self._parameters]
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.master is not None:
+                    bucket.held.write(bucket.shard.own, bucket.master)
+                bucket.shard.share(bucket.held)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, before in zip(self._parameters, kept, strict=True):
+                    p.detach().copy_(before)
+
+    # What it is, for people.
+
+    @property
+    def traffic(self) -> ShardTraffic:
+        """What the last step moved."""
+        return self._traffic
+
+    def metrics(self) -> dict[str, float]:
+        """Counts so far."""
+        return {
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "dropped": self.stragglers.dropped,
+            "stale": self.stragglers.stale,
+            "abandoned": self.stragglers.abandoned,
+            "sent_bytes": sum(bucket.shard.sent_bytes for bucket in self.buckets),
+            "received_bytes": sum(bucket.shard.received_bytes for bucket in self.buckets),
+        }
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop: after the next step ``stop_agreed`` is true on every one."""
+        self._stop = True
+
+    def close(self) -> None:
+        """End the connections."""
+        for hook in self._hooks:
+            hook.remove()
+        self.exchange.close()
+
+
+def _check_parameters(parameters: Sequence[nn.Parameter]) -> None:
+    if not parameters:
+        raise ConfigError("`wrapped_optimizer` must have parameters; it has none.")
+    for parameter in parameters:
+        if not parameter.is_floating_point() or parameter.is_sparse or not parameter.is_contiguous():
+            raise ConfigError(
+                f"parameters must be contiguous tensors of floats; got {parameter.dtype} of shape "
+                f"{tuple(parameter.shape)}."
+            )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _cut(value: Any, parameter: Tensor, piece: Tensor, first: int, last: int) -> Any:
+    """What of a parameter's state belongs to a piece of it."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        return value.detach().reshape(-1)[first:last].clone().view(piece.shape)
+    return value.clone() if isinstance(value, Tensor) else value

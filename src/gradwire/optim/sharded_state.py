@@ -1,0 +1,116 @@
+"""The state of a sharded optimizer: what one rank keeps, and how the ranks' states become those of other ranks.
+
+A rank's state has every parameter by its place, as torch counts them, with the pieces of it that the rank owns: where
+they begin, the wrapped optimizer's tensors for them, the weights, and the float32 master copy if there is one. Joined,
+the pieces of all ranks are whole parameters, from which any other division can be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import ConfigError
+
+__all__ = ["check_state", "cut", "joined"]
+
+Piece = dict[str, Any]  # first, last, weights, master (or None), state
+
+
+def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Whole parameters of the states of all ranks: weights, master and the wrapped optimizer's state, flat."""
+    whole: dict[str, dict[str, Any]] = {}
+    for key, shape in states[0]["shapes"].items():
+        numel = 1
+        for each in shape:
+            numel *= each
+        pieces = [piece for state in states for piece in state["pieces"].get(key, [])]
+        if states[0]["stage"] == 0:
+            pieces = pieces[:1]  # all ranks have the same: the first one's counts
+        pieces.sort(key=lambda piece: piece["first"])
+        reached = 0
+        for piece in pieces:
+            if piece["first"] != reached:
+                break
+            reached = piece["last"]
+        if reached != numel:
+            raise ConfigError(
+                f"the states of {len(states)} ranks have {reached} of the {numel} elements of parameter {key}: "
+                "give the states of all ranks that were saved."
+            )
+        pieces = [piece for piece in pieces if piece["last"] > piece["first"]] or pieces[:1]
+        whole[key] = {"shape": shape, "weights": _whole(pieces, "weights"), "state": _whole_state(pieces)}
+        whole[key]["master"] = (
+            None
+            if any(piece["master"] is None for piece in pieces)
+            else _whole(pieces, "master")
+        )
+    return whole
+
+
+def _whole(pieces: Sequence[Piece], name: str) -> Tensor:
+    return torch.cat([piece[name].reshape(-1) for piece in pieces])
+
+
+def _whole_state(pieces: Sequence[Piece]) -> dict[str, Any]:
+    first = pieces[0]["state"]
+    if len(pieces) == 1:
+        return dict(first)
+    result = {}
+    for name, value in first.items():
+        divided = isinstance(value, Tensor) and value.numel() == pieces[0]["last"] - pieces[0]["first"] and value.dim()
+        if divided:
+            result[name] = torch.cat([piece["state"][name].reshape(-1) for piece in pieces])
+        else:
+            result[name] = value
+    return result
+
+
+def cut(whole: Mapping[str, Any], first: int, last: int, shape: Sequence[int]) -> Piece:
+    """A piece of a whole parameter."""
+    numel = whole["weights"].numel()
+
+    def part(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() and value.numel() == numel:
+            if last - first == numel and value.dim() > 1 and len(shape) > 1:
+                return value.clone()
+            return value.reshape(-1)[first:last].clone().view(tuple(shape))
+        if isinstance(value, Tensor) and value.dim() and last - first < numel:
+            raise ConfigError(
+                f"a parameter of shape {whole['shape']} has state of shape {tuple(value.shape)}, which cannot be divided: "
+                "set partition='tensors'."
+            )
+        return value.clone() if isinstance(value, Tensor) else value
+
+    master = whole["master"]
+    return {
+        "first": first,
+        "last": last,
+        "weights": whole["weights"][first:last].clone(),
+        "master": None if master is None else master[first:last].clone(),
+        "state": {name: part(value) for name, value in whole["state"].items()},
+    }
+
+
+_EXPECTED = {
+    "format": int, "rank": int, "ranks": int, "stage": int, "wrapped": str, "plan": str, "step": int, "steps": int,
+    "skipped": int, "param_groups": list, "shapes": Mapping, "pieces": Mapping, "residuals": Mapping,
+    "owned": Mapping, "codec_states": list,
+}  # fmt: skip
+
+
+def check_state(state: Any) -> None:
+    """Raise unless it is the state of a sharded optimizer."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"a state must come from state_dict() or serialize(); got {type(state).__name__}.")
+    for name, kind in _EXPECTED.items():
+        if not isinstance(state.get(name), kind):
+            raise ConfigError(
+                f"a state must come from state_dict() or serialize(), with {name!r} of type {kind.__name__}; "
+                f"got {type(state.get(name)).__name__}."
+            )
+    if state["format"] != 1:
+        raise ConfigError(f"a state must be of format 1; got {state['format']}: it was saved by another version.")

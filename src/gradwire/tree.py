@@ -1,0 +1,116 @@
+"""Nested dicts and lists of tensors and plain values as bytes and back, without pickle: tensors as safetensors, the rest
+as JSON in its header."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from gradwire.errors import WireError
+
+__all__ = ["equal", "from_bytes", "from_tensors", "to_bytes", "to_tensors"]
+
+_KEY: Final = "gradwire"
+_TENSOR: Final = "tensor:"
+
+
+def to_tensors(tree: Any) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a tree by their paths, and the tree itself as JSON with these paths in their places.
+
+    >>> tensors, text = to_tensors({"a": [1, torch.zeros(2)]})
+    >>> sorted(tensors), text
+    (['a/1'], '{"a": [1, "tensor:a/1"]}')
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if isinstance(node, Tensor):
+            tensors[path] = node.detach().to("cpu").contiguous().clone()
+            return _TENSOR + path
+        if isinstance(node, Mapping):
+            for key in node:
+                if not isinstance(key, str):
+                    raise WireError(f"a state can hold dicts with string keys only; got {key!r} at {path or 'the top'!r}.")
+            return {key: walk(value, f"{path}/{key}" if path else key) for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return [walk(value, f"{path}/{number}" if path else str(number)) for number, value in enumerate(node)]
+        if node is None or isinstance(node, bool | int | float):
+            return node
+        if isinstance(node, str) and not node.startswith(_TENSOR):
+            return node
+        raise WireError(f"a state can hold tensors, numbers and strings; got {type(node).__name__} at {path!r}.")
+
+    return tensors, json.dumps(walk(tree, ""))
+
+
+def from_tensors(tensors: Mapping[str, Tensor], text: str) -> Any:
+    """Undo :func:`to_tensors`.
+
+    >>> from_tensors(*to_tensors({"a": [1, torch.zeros(2)]}))
+    {'a': [1, tensor([0., 0.])]}
+    """
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, str) and node.startswith(_TENSOR):
+            name = node[len(_TENSOR) :]
+            if name not in tensors:
+                raise WireError(f"a state names a tensor that is not there: {name!r}.")
+            return tensors[name]
+        if isinstance(node, dict):
+            return {key: walk(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [walk(value) for value in node]
+        return node
+
+    try:
+        return walk(json.loads(text))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise WireError(f"the description of a state is not JSON: {error}.") from error
+
+
+def to_bytes(tree: Any) -> bytes:
+    """A tree as one safetensors file.
+
+    >>> from_bytes(to_bytes({"step": 3, "momentum": torch.ones(2)}))
+    {'step': 3, 'momentum': tensor([1., 1.])}
+    """
+    tensors, text = to_tensors(tree)
+    return bytes(save(tensors, metadata={_KEY: text}))
+
+
+def from_bytes(data: bytes) -> Any:
+    """Undo :func:`to_bytes`; anything else raises :class:`~gradwire.errors.WireError`.
+
+    >>> from_bytes(b"junk")
+    Traceback (most recent call last):
+    gradwire.errors.WireError: not a saved state: 4 bytes are no safetensors file.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise WireError(f"a saved state is bytes; got {type(data).__name__}.")
+    data = bytes(data)
+    try:
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        text = header["__metadata__"][_KEY]
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise WireError(f"not a saved state: {len(data)} bytes are no safetensors file.") from error
+    return from_tensors(tensors, text)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two trees hold the same, tensors to the bit.
+
+    >>> equal({"a": torch.ones(2)}, {"a": torch.ones(2)}), equal({"a": 1}, {"a": 2})
+    (True, False)
+    """
+    tensors, text = to_tensors(one)
+    others, other_text = to_tensors(other)
+    return text == other_text and all(
+        tensors[name].dtype == others[name].dtype and torch.equal(tensors[name], others[name]) for name in tensors
+    )

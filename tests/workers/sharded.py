@@ -1,0 +1,520 @@
+"""Cases of sharded optimizers, run by ranks that are real processes."""
+
+import math
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import ConfigError, GradientCompressionOptimizer, NonFiniteError, ShardedOptimizerBase, ShardingConfiguration
+
+from .base import main_of_cases
+from .ddp import Branches, Net, batch, loss_of
+
+TIMEOUT_S = 20
+
+
+class Lion(torch.optim.Optimizer):
+    """As third parties write them: signs of an interpolation, no foreach."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                one, two = group["betas"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_((state["exp_avg"] * one + p.grad * (1 - one)).sign_(), alpha=-group["lr"])
+                state["exp_avg"].mul_(two).add_(p.grad, alpha=1 - two)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=3e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
+    "lion": lambda p: Lion(p, lr=1e-3),
+}
+
+
+def checksum(model):
+    found = 0
+    for p in model.parameters():
+        found = zlib.crc32(p.detach().numpy().tobytes(), found)
+    return f"{found:08x}"
+
+
+def configuration(**changes):
+    return ShardingConfiguration(**{"timeout_s": TIMEOUT_S, "bucket_bytes": 40_000, **changes})
+
+
+def wrapped(model, optimizer="adamw", ratio=None, flags=(True, False), **changes):
+    inner = OPTIMIZERS[optimizer](model.parameters())
+    if ratio is None:
+        return ShardedOptimizerBase(inner, configuration(**changes))
+    return GradientCompressionOptimizer(inner, configuration(**changes), ratio, *flags)
+
+
+def train(model, optimizer, rank, steps, start=0, **arguments):
+    losses = []
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank, **arguments)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def like_ddp(rank, optimizer, stage, steps=50, partition="auto"):
+    plain, ours = Net(), Net()
+    replica, inner = DistributedDataParallel(plain), OPTIMIZERS[optimizer](plain.parameters())
+    train(replica, inner, rank, steps)
+    sharded = wrapped(ours, optimizer, stage=stage, partition=partition)
+    train(ours, sharded, rank, steps)
+    pairs = list(zip(plain.parameters(), ours.parameters(), strict=True))
+    return {
+        "equal": all(torch.equal(a, b) for a, b in pairs),
+        "largest": max(float((a - b).abs().max()) for a, b in pairs),
+        "whole": sharded.whole,
+        "parameters": checksum(ours),
+    }
+
+
+def trained(rank, steps=60, **how):
+    """Loss, bits and bytes of a training."""
+    model = Net()
+    optimizer = wrapped(model, **how)
+    losses = train(model, optimizer, rank, steps)
+    traffic = optimizer.traffic
+    legs = {
+        "gradients": traffic.gradient_bytes / max(1, traffic.dense_gradient_bytes),
+        "weights": traffic.weight_bytes / max(1, traffic.dense_weight_bytes),
+    }
+    return {"parameters": checksum(model), "first": losses[0], "last": sum(losses[-5:]) / 5, "legs": legs,
+            "ratio": traffic.ratio}  # fmt: skip
+
+
+def accumulated(rank, stage, auto):
+    """Two half batches, as one whole one."""
+    one, two = Net(), Net()
+    once = wrapped(one, "sgd", stage=stage)
+    twice = wrapped(two, "sgd", stage=stage, auto_sync_gradients=auto)
+    for step in range(5):
+        x, target = batch(step, rank)
+        once.zero_grad()
+        nn.functional.cross_entropy(one(x), target).backward()
+        once.step()
+        twice.zero_grad()
+        with twice.no_sync():
+            (nn.functional.cross_entropy(two(x[:4]), target[:4]) / 2).backward()
+        (nn.functional.cross_entropy(two(x[4:]), target[4:]) / 2).backward()
+        twice.step()
+    pairs = zip(one.parameters(), two.parameters(), strict=True)
+    return {"parameters": checksum(two), "largest": max(float((a - b).abs().max()) for a, b in pairs)}
+
+
+def twice_without_no_sync(rank):
+    model = Net()
+    optimizer = wrapped(model)
+    try:
+        for _ in range(2):
+            loss_of(model, 0, rank).backward()
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def clipped(rank, stage, how):
+    """As clip_grad_norm_ of plain DDP's gradients."""
+    plain, ours = Net(), Net()
+    replica, inner = DistributedDataParallel(plain), OPTIMIZERS["sgd"](plain.parameters())
+    config = {"configured": {"clip_norm": 0.05}, "value": {"clip_value": 0.001}}.get(how, {})
+    optimizer, norms = wrapped(ours, "sgd", stage=stage, **config), []
+    for step in range(5):
+        inner.zero_grad()
+        loss_of(replica, step, rank).backward()
+        if how == "value":
+            nn.utils.clip_grad_value_(plain.parameters(), 0.001)
+            norm = torch.zeros(())
+        else:
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        inner.step()
+        optimizer.zero_grad()
+        loss_of(ours, step, rank).backward()
+        mine = optimizer.clip_grad_norm_(0.05) if how == "called" else float(norm)
+        norms.append(abs(mine - float(norm)))
+        optimizer.step()
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    largest = max(float((a - b).abs().max()) for a, b in pairs)
+    return {"parameters": checksum(ours), "largest": largest, "norms": max(norms)}
+
+
+def scheduled(rank, stage):
+    """Param groups of their own learning rates, and a scheduler."""
+    results = []
+    for sharded in (False, True):
+        model = Net()
+        groups = [
+            {"params": list(model.layers[:2].parameters()), "lr": 1e-2},
+            {"params": list(model.layers[2:].parameters()), "weight_decay": 0.1},
+        ]
+        inner = torch.optim.AdamW(groups, lr=1e-3)
+        optimizer = ShardedOptimizerBase(inner, configuration(stage=stage)) if sharded else inner
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 3e-3], total_steps=20)
+        replica = model if sharded else DistributedDataParallel(model)
+        for step in range(15):
+            optimizer.zero_grad()
+            loss_of(replica, step, rank).backward()
+            optimizer.step()
+            scheduler.step()
+        results.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+    return {"equal": torch.equal(*results), "parameters": checksum(model)}
+
+
+def with_closure(rank):
+    one, two = Net(), Net()
+    plain, closed = wrapped(one), wrapped(two)
+    train(one, plain, rank, 3)
+    told = []
+    for step in range(3):
+        def closure(step=step):
+            closed.zero_grad()
+            loss = loss_of(two, step, rank)
+            loss.backward()
+            return loss
+        told.append(float(closed.step(closure)))
+    return {"parameters": checksum(one), "again": checksum(two), "losses": told}
+
+
+def scaled(rank, stage, auto, ratio=None):
+    """A GradScaler whose scale overflows on one rank in the third step: all skip it, and all scales agree."""
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    given = {"scaler": scaler} if auto else {}
+    optimizer = wrapped(model, ratio=ratio, stage=stage, auto_sync_gradients=auto, **given)
+    plain, reference = Net(), None
+    reference = wrapped(plain, ratio=ratio, stage=stage)
+    scales = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank) * (math.inf if step == 2 and rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if step != 2:
+            reference.zero_grad()
+            loss_of(plain, step, rank).backward()
+            reference.step()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return {"parameters": checksum(model), "scales": scales, "steps": optimizer.steps, "skipped": optimizer.skipped,
+            "largest": max(float((a - b).abs().max()) for a, b in pairs)}  # fmt: skip
+
+
+def scaled_without_telling(rank):
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = wrapped(model)
+    scaler.scale(loss_of(model, 0, rank)).backward()
+    try:
+        scaler.step(optimizer)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def branches(rank, stage, unused):
+    """A part of the model that no rank uses on some steps, or only one rank: as plain DDP treats it."""
+    plain, ours = Branches(), Branches()
+    replica = DistributedDataParallel(plain, find_unused_parameters=True)
+    inner, optimizer = OPTIMIZERS["adamw"](plain.parameters()), wrapped(ours, stage=stage)
+    for step in range(8):
+        middle = step % 3 != 1 if unused == "by all" else (step % 3 != 1 or rank == 0)
+        inner.zero_grad()
+        loss_of(replica, step, rank, middle).backward()
+        inner.step()
+        optimizer.zero_grad()
+        loss_of(ours, step, rank, middle).backward()
+        optimizer.step()
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    return {"parameters": checksum(ours), "largest": max(float((a - b).abs().max()) for a, b in pairs)}
+
+
+def no_gradients(rank):
+    """A rank without any gradient does not leave the others waiting."""
+    model = Net()
+    optimizer = wrapped(model, "sgd")
+    for step in range(3):
+        optimizer.zero_grad()
+        if rank != 1 or step != 1:
+            loss_of(model, step, rank).backward()
+        optimizer.step()
+    return {"parameters": checksum(model), "steps": optimizer.steps}
+
+
+def nonfinite(rank, stage, policy, ratio):
+    model = Net()
+    optimizer = wrapped(model, ratio=ratio, stage=stage, nonfinite=policy)
+    train(model, optimizer, rank, 2)
+    before, words = optimizer.state_dict(), "no error"
+    before = gradwire.tree.from_bytes(gradwire.tree.to_bytes(before))
+    weights = checksum(model)
+    optimizer.zero_grad()
+    loss_of(model, 2, rank).backward()
+    if rank == 1:
+        with torch.no_grad():
+            model.layers[0].bias.grad = torch.full((160,), math.nan)
+    try:
+        optimizer.step()
+    except NonFiniteError as error:
+        words = str(error)
+    after = optimizer.state_dict()
+    kept = all(
+        gradwire.tree.equal(before[name], after[name]) for name in ("pieces", "residuals", "owned", "codec_states")
+    )
+    unchanged = weights == checksum(model)
+    train(model, optimizer, rank, 2, start=3)
+    return {"parameters": checksum(model), "words": words, "kept": kept, "unchanged": unchanged,
+            "skipped": optimizer.skipped}  # fmt: skip
+
+
+def resumed(rank, folder, how, stage, ratio=0.1, optimizer="adamw", **more):
+    """Six steps; and three, a checkpoint, and three more in a new optimizer."""
+    model = Net()
+    straight = wrapped(model, optimizer, ratio=ratio, stage=stage, **more)
+    train(model, straight, rank, 3)
+    saved = straight.serialize() if how == "bytes" else straight.state_dict()
+    if how == "torch":
+        torch.save(saved, f"{folder}/{rank}")
+        saved = torch.load(f"{folder}/{rank}", weights_only=True)
+    elif how == "dict":
+        saved = gradwire.tree.from_bytes(gradwire.tree.to_bytes(saved))
+    train(model, straight, rank, 3, start=3)
+    again = Net()
+    other = wrapped(again, optimizer, ratio=ratio, stage=stage, **more)
+    train(again, other, rank, 1)  # somewhere else
+    (other.deserialize if how == "bytes" else other.load_state_dict)(saved)
+    train(again, other, rank, 3, start=3)
+    return {"parameters": checksum(model), "again": checksum(again), "steps": [straight.steps, other.steps]}
+
+
+def saved(rank, folder, stage, ratio, optimizer="adamw", steps=3, feedback=True, **more):
+    model = Net()
+    made = wrapped(model, optimizer, ratio=ratio, stage=stage, feedback=feedback, **more)
+    train(model, made, rank, steps)
+    with open(f"{folder}/saved-{rank}", "wb") as file:
+        file.write(made.serialize())
+    residual = sum(float(r.double().sum()) for r in made.state_dict()["residuals"].values())
+    owned = sum(float(r["residual"].double().sum()) for r in made.state_dict()["owned"].values())
+    full = made.full_state_dict()
+    with made.full_precision():
+        exact = [p.detach().double().sum().item() for p in model.parameters()]
+    moments = sum(float(v.double().sum()) for s in full["state"].values() for v in s.values() if torch.is_tensor(v))
+    return {"parameters": checksum(model), "residual": residual, "owned": owned, "moments": moments, "exact": exact}
+
+
+def loaded(rank, folder, before, stage, ratio, optimizer="adamw", feedback=True, **more):
+    model = Net()
+    made = wrapped(model, optimizer, ratio=ratio, stage=stage, feedback=feedback, **more)
+    states = [open(f"{folder}/saved-{r}", "rb").read() for r in range(before)]
+    made.deserialize(states)
+    start = checksum(model)
+    residual = sum(float(r.double().sum()) for r in made.state_dict()["residuals"].values())
+    full = made.full_state_dict()
+    moments = sum(float(v.double().sum()) for s in full["state"].values() for v in s.values() if torch.is_tensor(v))
+    with made.full_precision():
+        exact = [p.detach().double().sum().item() for p in model.parameters()]
+    losses = train(model, made, rank, 20, start=3)
+    return {"start": start, "residual": residual, "moments": moments, "parameters": checksum(model), "exact": exact,
+            "losses": [losses[0], sum(losses[-5:]) / 5], "steps": made.steps}  # fmt: skip
+
+
+def refused(rank, folder):
+    """What is said of states that cannot be loaded."""
+    def words(call):
+        try:
+            call()
+        except (ConfigError, gradwire.WireError) as error:
+            return str(error)
+        return "no error"
+
+    model = Net()
+    made = wrapped(model, ratio=0.1)
+    train(model, made, rank, 1)
+    state = made.state_dict()
+    other = {**state, "ranks": 7}
+    alike = {**state, "rank": state["rank"] + 1}
+    sgd = wrapped(Net(), "sgd", ratio=0.1)
+    small = ShardedOptimizerBase(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), configuration())
+    return {
+        "ranks": words(lambda: made.load_state_dict(other)),
+        "rank": words(lambda: made.load_state_dict(alike)),
+        "wrapped": words(lambda: sgd.load_state_dict(state)),
+        "shapes": words(lambda: small.load_state_dict(state)),
+        "junk": words(lambda: made.deserialize(b"junk")),
+        "nothing": words(lambda: made.load_state_dict({})),
+        "missing": words(lambda: made.load_state_dict({k: v for k, v in state.items() if k != "pieces"})),
+    }
+
+
+def synchronized(rank, stage):
+    """Optimizer state that one rank has changed."""
+    model = Net()
+    made = wrapped(model, stage=stage)
+    train(model, made, rank, 2)
+    before = made.full_state_dict()
+    if rank == 1:
+        for state in made.wrapped.state.values():
+            state["step"] += 5
+            if stage == 0:
+                state["exp_avg"].mul_(3)
+    made.synchronize_optimizer_state()
+    after = made.full_state_dict()
+    # Of a parameter in pieces, all owners have what the first has.
+    agreed = all(
+        float(piece["state"]["step"]) == float(after["state"][int(place)]["step"])
+        for place, pieces in made.state_dict()["pieces"].items() for piece in pieces
+    )
+    train(model, made, rank, 2, start=2)
+    same = all(
+        torch.equal(before["state"][p][name], after["state"][p][name])
+        for p in before["state"] for name in ("exp_avg", "exp_avg_sq")
+    )
+    return {"parameters": checksum(model), "same": same, "agreed": agreed}
+
+
+def exported(rank, stage):
+    """The whole state, taken over by the plain optimizer."""
+    model = Net()
+    made = wrapped(model, stage=stage, gradients="none", weights="none")
+    train(model, made, rank, 3)
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    inner = OPTIMIZERS["adamw"](plain.parameters())
+    inner.load_state_dict(made.full_state_dict())
+    replica = DistributedDataParallel(plain)
+    train(replica, inner, rank, 3, start=3)
+    train(model, made, rank, 3, start=3)
+    return {"parameters": checksum(model), "again": checksum(plain)}
+
+
+def wrapped_after_training(rank, stage):
+    """An optimizer that has moments already."""
+    one, two = Net(), Net()
+    for model in (one, two):
+        inner = OPTIMIZERS["adamw"](model.parameters())
+        replica = DistributedDataParallel(model)
+        train(replica, inner, rank, 3)
+        if model is one:
+            train(replica, inner, rank, 3, start=3)
+        else:
+            train(model, ShardedOptimizerBase(inner, configuration(stage=stage)), rank, 3, start=3)
+    return {"parameters": checksum(two), "again": checksum(one)}
+
+
+def first_ranks_weights(rank):
+    torch.manual_seed(rank)
+    model = nn.Linear(20, 20)
+    made = ShardedOptimizerBase(torch.optim.SGD(model.parameters(), lr=0.1), configuration())
+    return {"parameters": checksum(model), "steps": made.steps}
+
+
+def scaled_gradients(rank):
+    """Two ranks whose gradients are scaled 1 and 2 step like one rank at 1.5."""
+    model, alone = Net(), Net()
+    made, plain = wrapped(model, "sgd"), OPTIMIZERS["sgd"](alone.parameters())
+    for step in range(3):
+        made.zero_grad()
+        (loss_of(model, step, 0) * (rank + 1)).backward()
+        made.step()
+        plain.zero_grad()
+        (loss_of(alone, step, 0) * 1.5).backward()
+        plain.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return {"parameters": checksum(model), "largest": max(float((a - b).abs().max()) for a, b in pairs)}
+
+
+def different(rank, what):
+    model = Net()
+    changes = {"stage": {"stage": 2 if rank else 1}, "ratio": {"ratio": 0.2 if rank else 0.1}}[what]
+    try:
+        wrapped(model, **{"ratio": 0.1, **changes})
+    except gradwire.PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def half(rank, stage):
+    """Parameters in bfloat16, with masters in float32."""
+    model = Net().to(torch.bfloat16)
+    made = wrapped(model, ratio=0.3, stage=stage)
+    losses = []
+    for step in range(40):
+        made.zero_grad()
+        x, target = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(x.to(torch.bfloat16)).float(), target)
+        loss.backward()
+        made.step()
+        losses.append(loss.item())
+    found = 0
+    for p in model.parameters():
+        found = zlib.crc32(p.detach().view(torch.uint8).numpy().tobytes(), found)
+    return {"parameters": found, "first": losses[0], "last": sum(losses[-5:]) / 5}
+
+
+def memory(rank, stage):
+    """Bytes of optimizer state here, over those of the whole."""
+    model = Net()
+    made = wrapped(model, stage=stage)
+    train(model, made, rank, 1)
+    mine = sum(v.numel() * v.element_size() for s in made.wrapped.state.values() for v in s.values() if v.dim())
+    whole = 2 * sum(p.numel() * 4 for p in model.parameters())
+    return {"share": mine / whole, "gradients": sum(p.grad is not None for p in model.parameters())}
+
+
+def compiled(rank):
+    model = Net()
+    made = wrapped(model, ratio=0.15)
+    losses = train(torch.compile(model), made, rank, 4)
+    return {"parameters": checksum(model), "losses": losses}
+
+
+def stopped(rank):
+    """One rank asks all to stop."""
+    model = Net()
+    made = wrapped(model)
+    for step in range(10):
+        if rank == 1 and step == 4:
+            made.request_stop()
+        train(model, made, rank, 1, start=step)
+        if made.stop_agreed:
+            break
+    return {"steps": made.steps}
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        like_ddp, trained, accumulated, twice_without_no_sync, clipped, scheduled, with_closure, scaled,
+        scaled_without_telling, branches, no_gradients, nonfinite, resumed, saved, loaded, refused, synchronized, exported,
+        wrapped_after_training, first_ranks_weights, scaled_gradients, different, half, memory, compiled, stopped,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    main_of_cases(CASES)
