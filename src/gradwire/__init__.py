@@ -25,9 +25,23 @@ from gradwire.errors import (
     PeerError,
     WireError,
 )
-from gradwire.optim import GradientCompressionOptimizer, ShardedOptimizerBase, ShardingConfiguration, ShardTraffic
+from gradwire.optim import (
+    GradientCompressionOptimizer,
+    OptimizationData,
+    OptimizationResult,
+    ShardedOptimizerBase,
+    ShardingConfiguration,
+    ShardTraffic,
+)
 from gradwire.planner import best_codec
-from gradwire.sharding import AllReduceParameter, FutureResult, InProcessExchange, ProcessGroupExchange, StragglerPolicy
+from gradwire.sharding import (
+    AllReduceParameter,
+    FutureResult,
+    InProcessExchange,
+    ProcessGroupExchange,
+    StragglerPolicy,
+    with_retries,
+)
 from gradwire.transforms import for_training
 from gradwire.wire import Key, Payload, TensorSpec
 
@@ -49,6 +63,8 @@ __all__ = [
     "Layout",
     "MissingExtraError",
     "NonFiniteError",
+    "OptimizationData",
+    "OptimizationResult",
     "Part",
     "Payload",
     "PeerError",
@@ -70,4 +86,5 @@ __all__ = [
     "register",
     "registered",
     "save_checkpoint",
+    "with_retries",
 ]

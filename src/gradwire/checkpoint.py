@@ -47,7 +47,7 @@ def save_checkpoint(
     >>> dist.destroy_process_group()
     """
     peers = optimizer.exchange.peers
-    here = Path(folder) / f"step-{optimizer.steps:010d}"
+    here = Path(folder) / f"step-{optimizer.rounds:010d}"
     here.mkdir(parents=True, exist_ok=True)
     data = to_bytes({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
     failure = ""
@@ -63,7 +63,7 @@ def save_checkpoint(
         raise CheckpointError(f"the checkpoint {here.name} was not saved: {failed}.")
     if peers.rank == 0:
         files = [line.split(" ")[:2] for line in told]
-        marker = {"format": 1, "ranks": peers.size, "steps": optimizer.steps, "files": [[int(x) for x in f] for f in files]}
+        marker = {"format": 1, "ranks": peers.size, "steps": optimizer.rounds, "files": [[int(x) for x in f] for f in files]}
         _write(here / _MARKER, json.dumps(marker).encode())
         for old in _complete(Path(folder))[:-keep] if keep else []:
             shutil.rmtree(old, ignore_errors=True)

@@ -1,6 +1,5 @@
 """Ranks that are killed or stopped in training: every survivor names them."""
 
-import multiprocessing
 import os
 import random
 import re
@@ -11,64 +10,16 @@ import time
 import pytest
 
 from tests.workers import mortal
+from tests.workers.group import Group, forkserver
 
 CODECS = ("int4", "ef(topk:0.1)", "powersgd:2,start=0+int8", "none", "ef21(int4)")
 TIMEOUT_S = 20
 pytestmark = pytest.mark.timeout(900)
-STARTUP_S = 60
 
 
 @pytest.fixture(scope="module")
 def nursery():
-    """Starts processes that have imported torch already: a fresh group of them is there in a moment."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.workers.mortal"])
-    return context
-
-
-class Group:
-    """Four ranks in training."""
-
-    def __init__(self, nursery, folder, ranks=4, **settings):
-        folder.mkdir(exist_ok=True)
-        settings = {"codec": "int4", "timeout_s": TIMEOUT_S, **settings}
-        self.folder, self.size = folder, ranks
-        self.ranks = [
-            nursery.Process(target=mortal.live, args=(str(folder), rank, ranks, settings)) for rank in range(ranks)
-        ]
-
-    def __enter__(self):
-        for rank in self.ranks:
-            rank.start()
-        self.wait_for("training", range(self.size), STARTUP_S)
-        return self
-
-    def __exit__(self, *error):
-        for rank in self.ranks:
-            rank.kill()
-            rank.join()
-
-    def wait_for(self, what, ranks, timeout_s):
-        end = time.monotonic() + timeout_s
-        while missing := [rank for rank in ranks if not (self.folder / f"{what}-{rank}").exists()]:
-            said = {rank: self.said(rank) for rank in range(self.size)}
-            ended = [rank for rank in missing if self.ranks[rank].exitcode and what == "training"]
-            assert not ended, f"ranks {ended} never trained: {said}"
-            assert time.monotonic() < end, f"{what!r} is missing from ranks {missing} after {timeout_s} s: {said}"
-            time.sleep(0.01)
-
-    def said(self, rank):
-        for name in ("said", "stderr"):
-            file = self.folder / f"{name}-{rank}"
-            if file.exists() and file.read_text():
-                return file.read_text()
-        return "nothing"
-
-    def survivors_of(self, victim, timeout_s):
-        """What they said."""
-        survivors = [rank for rank in range(self.size) if rank != victim]
-        self.wait_for("said", survivors, timeout_s)
-        return [self.said(rank) for rank in survivors]
+    return forkserver("tests.workers.mortal")
 
 
 def names(words, victim, how):
@@ -91,7 +42,7 @@ def test_a_killed_rank_is_named_by_every_survivor_20_of_20(nursery, tmp_path):
         victim = 0 if number % 4 == 0 else moments.randrange(4)
         store = {"port": free_port()} if number % 8 >= 4 else {}
         codec = CODECS[number % len(CODECS)]
-        with Group(nursery, tmp_path / str(number), codec=codec, **store) as group:
+        with Group(nursery, mortal.live, tmp_path / str(number), codec=codec, **store) as group:
             time.sleep(moments.uniform(0, 0.3))
             os.kill(group.ranks[victim].pid, signal.SIGKILL)
             said = group.survivors_of(victim, TIMEOUT_S)
@@ -103,7 +54,7 @@ def test_a_killed_rank_is_named_by_every_survivor_20_of_20(nursery, tmp_path):
 @pytest.mark.parametrize(("victim", "store", "codec"), [(2, "file", "int4"), (0, "tcp", "int4"), (1, "file", "dense")])
 def test_a_stopped_rank_is_named_by_every_survivor(nursery, tmp_path, victim, store, codec):
     at = {"port": free_port()} if store == "tcp" else {}
-    with Group(nursery, tmp_path / "group", timeout_s=4, codec=codec, **at) as group:
+    with Group(nursery, mortal.live, tmp_path / "group", timeout_s=4, codec=codec, **at) as group:
         os.kill(group.ranks[victim].pid, signal.SIGSTOP)
         said = group.survivors_of(victim, 4 + TIMEOUT_S)
         os.kill(group.ranks[victim].pid, signal.SIGKILL)
@@ -113,14 +64,14 @@ def test_a_stopped_rank_is_named_by_every_survivor(nursery, tmp_path, victim, st
 @pytest.mark.parametrize("store", ["file", "tcp"])
 def test_a_survivor_that_hears_of_it_only_from_the_rank_with_the_store_names_the_dead(nursery, tmp_path, store):
     at = {"port": free_port()} if store == "tcp" else {}
-    with Group(nursery, tmp_path / "group", ranks=3, way="overtaken", **at) as group:
+    with Group(nursery, mortal.live, tmp_path / "group", ranks=3, way="overtaken", **at) as group:
         os.kill(group.ranks[2].pid, signal.SIGKILL)
         said = group.survivors_of(2, TIMEOUT_S)
     assert all(names(words, 2, "is gone") for words in said), said
 
 
 def test_two_ranks_that_are_killed_at_once_are_named(nursery, tmp_path):
-    with Group(nursery, tmp_path / "group") as group:
+    with Group(nursery, mortal.live, tmp_path / "group") as group:
         for victim in (1, 2):
             os.kill(group.ranks[victim].pid, signal.SIGKILL)
         group.wait_for("said", (0, 3), TIMEOUT_S)
@@ -129,7 +80,7 @@ def test_two_ranks_that_are_killed_at_once_are_named(nursery, tmp_path):
 
 
 def test_the_other_of_two_ranks_is_named(nursery, tmp_path):
-    with Group(nursery, tmp_path / "group", ranks=2) as group:
+    with Group(nursery, mortal.live, tmp_path / "group", ranks=2) as group:
         os.kill(group.ranks[0].pid, signal.SIGKILL)
         said = group.survivors_of(0, TIMEOUT_S)
     assert all(names(words, 0, "is gone") for words in said), said

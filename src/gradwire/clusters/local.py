@@ -19,6 +19,7 @@ from typing import Any, Final
 from gradwire.collectives.rank import RENDEZVOUS
 from gradwire.errors import PeerError
 from gradwire.lab import Lab
+from gradwire.sharding import Retries
 
 __all__ = ["run_workers"]
 
@@ -27,14 +28,35 @@ _GRACE_S: Final = 5.0  # how long the others may take to notice that a worker is
 
 
 def run_workers(
-    module: str, settings: Mapping[str, Any], workers: int, lab: Lab | None = None
+    module: str,
+    settings: Mapping[str, Any],
+    workers: int,
+    lab: Lab | None = None,
+    *,
+    retry_times: int = 0,
+    retry_interval_s: float = 120.0,
 ) -> Iterator[dict[str, Any]]:
     """Run ``python -m module SETTINGS`` once a rank and yield the JSON events rank 0 prints.
 
     Ranks are joined over loopback, or with a ``lab`` over its links, one a host.
 
-    When a worker fails the others are ended, and :class:`PeerError` says which rank failed first and how.
+    When a worker fails the others are ended, and :class:`PeerError` says which rank failed first and how; or, as long as
+    failures are forgiven (:class:`~gradwire.sharding.Retries`), all are started again after an event ``retry``.
     """
+    retries = Retries(retry_times, retry_interval_s)
+    while True:
+        try:
+            yield from _run_once(module, settings, workers, lab)
+            return
+        except PeerError as error:
+            if not retries.forgive():
+                raise
+            yield {"event": "retry", "error": str(error)}
+
+
+def _run_once(
+    module: str, settings: Mapping[str, Any], workers: int, lab: Lab | None
+) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
         processes = [_start(module, settings, rank, workers, folder, lab) for rank in range(workers)]

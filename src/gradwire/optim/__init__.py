@@ -2,6 +2,14 @@
 
 from gradwire.optim.configuration import ShardingConfiguration
 from gradwire.optim.gradient_compression_optimizer import GradientCompressionOptimizer
+from gradwire.optim.run import OptimizationData, OptimizationResult
 from gradwire.optim.sharded_optimizer import ShardedOptimizerBase, ShardTraffic
 
-__all__ = ["GradientCompressionOptimizer", "ShardTraffic", "ShardedOptimizerBase", "ShardingConfiguration"]
+__all__ = [
+    "GradientCompressionOptimizer",
+    "OptimizationData",
+    "OptimizationResult",
+    "ShardTraffic",
+    "ShardedOptimizerBase",
+    "ShardingConfiguration",
+]

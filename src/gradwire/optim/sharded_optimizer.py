@@ -21,6 +21,7 @@ from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.optim.configuration import ShardingConfiguration
 from gradwire.optim.elementwise import is_elementwise_optimizer
 from gradwire.optim.plan import BucketPlan, Plan, make_plan
+from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
 from gradwire.optim.sharded_state import check_state, cut, joined
 from gradwire.sharding import ProcessGroupExchange, Shard, Stragglers, Vector, clip_norm, clip_value, global_norm
 from gradwire.sharding.shard import NONFINITE, STOP
@@ -510,6 +511,24 @@ class ShardedOptimizerBase(Optimizer):
                 self._flags |= bucket.receive()
             self._take()
 
+    def optimize(self, data: OptimizationData) -> OptimizationResult:
+        """Train a model: every rank calls it with batches of its own.
+
+        >>> model = nn.Linear(2, 1)
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> optimizer = ShardedOptimizerBase(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> data = OptimizationData(model, lambda m, x: m(x).square().mean(), lambda step: torch.ones(4, 2), steps=50)
+        >>> optimizer.optimize(data).losses[-1] < 1e-3
+        True
+        >>> dist.destroy_process_group()
+        """
+        return optimize(self, data)
+
+    def settle(self) -> None:
+        """Wait for weights that were late, so that all ranks hold the same. Every rank must call it, and go on after it."""
+        for bucket in self.buckets:
+            bucket.shard.fetch_late(bucket.held)
+
     # Its state, which goes out and comes in.
 
     def state_dict(self) -> dict[str, Any]:
@@ -771,6 +790,11 @@ class ShardedOptimizerBase(Optimizer):
                     p.detach().copy_(before)
 
     # What it is, for people.
+
+    @property
+    def rounds(self) -> int:
+        """Steps so far, skipped ones included: the same on every rank that is not late."""
+        return self.buckets[0].shard.step
 
     @property
     def traffic(self) -> ShardTraffic:

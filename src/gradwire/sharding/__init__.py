@@ -3,6 +3,7 @@
 from gradwire.sharding.all_reduce_parameter import AllReduceParameter, FutureResult
 from gradwire.sharding.clipping import clip_norm, clip_value, global_norm
 from gradwire.sharding.exchange import Exchange, InProcessExchange, ProcessGroupExchange
+from gradwire.sharding.retry import Retries, with_retries
 from gradwire.sharding.shard import Shard, Vector
 from gradwire.sharding.stragglers import StragglerPolicy, Stragglers
 
@@ -12,6 +13,7 @@ __all__ = [
     "FutureResult",
     "InProcessExchange",
     "ProcessGroupExchange",
+    "Retries",
     "Shard",
     "StragglerPolicy",
     "Stragglers",
@@ -19,4 +21,5 @@ __all__ = [
     "clip_norm",
     "clip_value",
     "global_norm",
+    "with_retries",
 ]

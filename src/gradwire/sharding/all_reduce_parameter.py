@@ -240,7 +240,7 @@ class AllReduceParameter:
 
         def fetch(partition: int) -> None:
             if partition != self.partition_id and not self._shard.fetch(partition, Vector([held]), self._patience()):
-                self._shard.stragglers.stale += 1
+                self._shard.stragglers.count("stale", partition, self._put)
             at = self._shard.slices[partition]
             target[at].copy_(held[at])
 

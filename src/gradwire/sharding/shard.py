@@ -275,13 +275,13 @@ class Shard:
         for rank, block in blocks.items():
             if block is None:
                 self._late.append((rank, tag, nbytes))
-                self.stragglers.dropped += 1
+                self.stragglers.count("dropped", rank, self.step)
                 continue
             told = int(block[-1])
             if self.stragglers.policy is not None and told & NONFINITE:
-                self.stragglers.dropped += 1
+                self.stragglers.count("dropped", rank, self.step)
             elif told & _NOTHING:
-                self.stragglers.dropped += 1
+                self.stragglers.count("dropped", rank, self.step)
                 flags |= told & ~_NOTHING
             else:
                 flags |= told
@@ -364,8 +364,7 @@ class Shard:
     def share(self, held: Vector) -> None:
         """Bring the slices of all owners to all as they are: weights that did not come from a step."""
         self.publish(None, held, 0)
-        for source in self.others_in_order:
-            self.fetch(source, held)
+        self.fetch_late(held)
 
     def fetch(self, source: int, held: Vector, wait_s: float | None = None) -> bool:
         """Bring the slice of an owner to the newest version; whether it is there."""
@@ -380,12 +379,19 @@ class Shard:
             self._apply(source, version, block, held)
         return True
 
+    def fetch_late(self, held: Vector) -> None:
+        """Wait for what is still owed."""
+        for source in self.others_in_order:
+            self.fetch(source, held)
+
     def fetch_all(self, held: Vector) -> None:
         """Every slice; late ones stay as they are, and are counted."""
         there = self.stragglers.collect(
             self.others_in_order, lambda rank, wait: _HERE if self.fetch(rank, held, wait) else None
         )
-        self.stragglers.stale += sum(each is None for each in there.values())
+        for source, block in there.items():
+            if block is None:
+                self.stragglers.count("stale", source, self.step)
 
     def _apply(self, source: int, version: int, message: Tensor, held: Vector) -> None:
         spec, at, key = self.specs[source], self.slices[source], self._key(version)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -54,9 +55,16 @@ class Stragglers:
     absent: set[int] = field(default_factory=set)  # late, and nothing came since
     waits: deque[float] = field(default_factory=deque)
     steps: int = 0
-    dropped: int = 0  # gradients that were left out
-    stale: int = 0  # slices of weights that were not there in time
+    dropped: int = 0  # gradients of a partition in a step that were left out
+    stale: int = 0  # weights of a partition in a step that were not there in time
     abandoned: int = 0  # steps
+    _last: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def count(self, what: Literal["dropped", "stale"], source: int, step: int) -> None:
+        """Once a partition and step, however many parameters travel."""
+        if self._last.get((what, source)) != step:
+            self._last[what, source] = step
+            setattr(self, what, getattr(self, what) + 1)
 
     def patience_s(self) -> float | None:
         """How long to wait for a block; None for as long as it takes."""

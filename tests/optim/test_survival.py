@@ -1,0 +1,119 @@
+"""Ranks that are killed or stopped while a sharded optimizer trains."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from gradwire import CheckpointError, PeerError, latest_checkpoint, with_retries
+from tests.workers import steady
+from tests.workers.group import Group, forkserver
+
+pytestmark = pytest.mark.timeout(600)
+STEPS, KILLS = 240, 20
+PAUSE_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    return forkserver("tests.workers.steady")
+
+
+def group(nursery, folder, ranks, **settings):
+    return Group(nursery, steady.live, folder, ranks, **settings)
+
+
+def finished(group, timeout_s=120):
+    """What every rank reached, or PeerError if one says it cannot go on."""
+    end = time.monotonic() + timeout_s
+    while any(rank.is_alive() for rank in group.ranks):
+        assert time.monotonic() < end, [group.said(rank) for rank in range(group.size)]
+        time.sleep(0.02)
+    files = [group.folder / f"result-{rank}" for rank in range(group.size)]
+    if not all(file.exists() for file in files):
+        raise PeerError(str([group.said(rank) for rank in range(group.size)]))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_runs_that_are_killed_end_with_the_weights_of_an_undisturbed_one(nursery, tmp_path):
+    """20 SIGKILLs at random moments, of random ranks, checkpoints every few steps."""
+    moments, ranks = random.Random(5), 3
+    how = {"steps": STEPS, "pause_s": 0.01, "every": 4}
+    with group(nursery, tmp_path / "undisturbed", ranks, **how) as undisturbed:
+        expected = finished(undisturbed)
+    starts, kills = [], 0
+
+    def attempt(number):
+        nonlocal kills
+        found = latest_checkpoint(tmp_path / "checkpoints")
+        first = int(found.name.split("-")[1]) if found else 0
+        starts.append(first)
+        how_now = {**how, "checkpoints": str(tmp_path / "checkpoints"), "first": first}
+        with group(nursery, tmp_path / str(number), ranks, **how_now) as killed:
+            if kills < KILLS:
+                time.sleep(moments.uniform(0, 0.25))
+                victim = killed.ranks[moments.randrange(ranks)]
+                if victim.is_alive():
+                    os.kill(victim.pid, signal.SIGKILL)
+                    kills += 1
+            return finished(killed)
+
+    found = with_retries(attempt, retry_times=2 * KILLS)
+    assert kills == KILLS
+    assert len({rank["parameters"] for rank in [*expected, *found]}) == 1
+    assert starts == sorted(starts)
+    assert starts[-1] > 0
+    # Another number of ranks goes on from there.
+    more = {**how, "steps": STEPS + 20, "checkpoints": str(tmp_path / "checkpoints"), "first": STEPS}
+    with group(nursery, tmp_path / "two", 2, **more) as two:
+        found = finished(two)
+    assert [rank["resumed_from"] for rank in found] == [STEPS, STEPS]
+    assert len({rank["parameters"] for rank in found}) == 1
+
+
+def paused_run(nursery, folder, policy):
+    """Four ranks, one of which stands still for five seconds."""
+    moments = random.Random(7)
+    with group(nursery, folder, 4, steps=200, pause_s=0.04, policy=policy) as paused:
+        time.sleep(moments.uniform(1.0, 2.0))
+        pid = paused.ranks[moments.randrange(4)].pid
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        os.kill(pid, signal.SIGCONT)
+        return finished(paused)
+
+
+def test_a_straggler_is_left_out_and_counted(nursery, tmp_path):
+    with group(nursery, tmp_path / "undisturbed", 4, steps=200, pause_s=0.04) as undisturbed:
+        expected = finished(undisturbed)
+    left_out = paused_run(nursery, tmp_path / "policy", {})
+    waited_for = paused_run(nursery, tmp_path / "none", None)
+    seconds = [max(rank["seconds"] for rank in run) for run in (expected, left_out, waited_for)]
+    # How near to the undisturbed run is for bench/stragglers.py to say.
+    assert seconds[1] < seconds[0] + PAUSE_S / 2 < seconds[2]
+    assert len({rank["parameters"] for rank in left_out}) == 1
+    assert all(rank["steps"] == 200 for rank in left_out)
+    computed = sorted(rank["computed"] for rank in left_out)
+    assert computed[0] < 180
+    assert computed[1:] == [200, 200, 200]
+    assert sorted(rank["metrics"]["dropped"] for rank in left_out)[1:] == [200 - computed[0]] * 3
+    # Without the policy: correct, and merely slower.
+    assert {rank["parameters"] for rank in waited_for} == {rank["parameters"] for rank in expected}
+    assert all(rank["metrics"]["dropped"] == 0 for rank in waited_for)
+
+
+def test_a_rank_that_dies_is_named_with_the_policy_as_well(nursery, tmp_path):
+    with group(nursery, tmp_path / "group", 3, steps=1000, pause_s=0.01, policy={}) as killed:
+        os.kill(killed.ranks[1].pid, signal.SIGKILL)
+        said = killed.survivors_of(1, 30)
+    assert all("the exchange of slices failed: rank 1 is gone" in words for words in said), said
+
+
+def test_an_incomplete_checkpoint_is_not_taken(tmp_path):
+    (tmp_path / "step-0000000005").mkdir()
+    (tmp_path / "step-0000000005" / "rank-00000-of-00001.safetensors").write_bytes(b"")
+    assert latest_checkpoint(tmp_path) is None
+    assert issubclass(CheckpointError, RuntimeError)
