@@ -13,8 +13,14 @@ torch.Size([10000])
 
 from gradwire.adapters import Compression, compress
 from gradwire.api import decode, encode
+from gradwire.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    load_distributed_checkpoint,
+    save_checkpoint,
+    save_distributed_checkpoint,
+)
 from gradwire.codecs import Codec, Laws, Layout, Part, codec, register, registered
-from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from gradwire.errors import (
     CheckpointError,
     ConfigError,
@@ -83,8 +89,10 @@ __all__ = [
     "for_training",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_distributed_checkpoint",
     "register",
     "registered",
     "save_checkpoint",
+    "save_distributed_checkpoint",
     "with_retries",
 ]

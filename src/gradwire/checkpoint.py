@@ -10,26 +10,59 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from zlib import crc32
 
-from gradwire.collectives.peers import tell
+import torch
+
+from gradwire.collectives.peers import Peers, tell
 from gradwire.errors import CheckpointError, WireError
-from gradwire.tree import from_bytes, to_bytes
+from gradwire.tree import from_bytes, from_tensors, to_bytes, to_tensors
 
-if TYPE_CHECKING:
-    from gradwire.optim.sharded_optimizer import ShardedOptimizerBase
-
-__all__ = ["latest_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpointed",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_distributed_checkpoint",
+    "save_checkpoint",
+    "save_distributed_checkpoint",
+]
 
 _MARKER: Final = "COMPLETE"
 _TAG: Final = 3
+_TEXT: Final = "#tree"  # after the name of a rank: everything but its tensors
+
+
+class Checkpointed(Protocol):
+    """What can be saved: a :class:`~gradwire.ShardedOptimizerBase`."""
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks it is divided among."""
+        ...
+
+    @property
+    def rounds(self) -> int:
+        """Steps so far."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Take back what this rank kept, or all ranks."""
+        ...
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether what this rank kept is enough for it."""
+        ...
 
 
 def save_checkpoint(
-    folder: str | Path, optimizer: ShardedOptimizerBase, extra: Mapping[str, Any] | None = None, *, keep: int = 2
+    folder: str | Path, optimizer: Checkpointed, extra: Mapping[str, Any] | None = None, *, keep: int = 2
 ) -> Path:
     """Save an optimizer, the weights it moves and ``extra``, of tensors and plain values, as this rank has them.
 
@@ -46,7 +79,7 @@ def save_checkpoint(
     (True, {'epoch': 3})
     >>> dist.destroy_process_group()
     """
-    peers = optimizer.exchange.peers
+    peers = optimizer.peers
     here = Path(folder) / f"step-{optimizer.rounds:010d}"
     here.mkdir(parents=True, exist_ok=True)
     data = to_bytes({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
@@ -63,7 +96,12 @@ def save_checkpoint(
         raise CheckpointError(f"the checkpoint {here.name} was not saved: {failed}.")
     if peers.rank == 0:
         files = [line.split(" ")[:2] for line in told]
-        marker = {"format": 1, "ranks": peers.size, "steps": optimizer.rounds, "files": [[int(x) for x in f] for f in files]}
+        marker = {
+            "format": 1,
+            "ranks": peers.size,
+            "steps": optimizer.rounds,
+            "files": [[int(x) for x in f] for f in files],
+        }
         _write(here / _MARKER, json.dumps(marker).encode())
         for old in _complete(Path(folder))[:-keep] if keep else []:
             shutil.rmtree(old, ignore_errors=True)
@@ -81,24 +119,35 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load_checkpoint(path: str | Path, optimizer: ShardedOptimizerBase) -> dict[str, Any]:
+def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]:
     """Go on from a checkpoint, saved by as many ranks as there are now or by others. Returns ``extra``.
 
     Every rank must call it. By another number of ranks ``extra`` is the first rank's.
     """
-    here, peers = Path(path), optimizer.exchange.peers
-    marker = _marker(here)
-    ranks = int(marker["ranks"])
-    same = ranks == peers.size
-    states, extra = [], {}
-    for rank in [peers.rank] if same else range(ranks):
-        state = _read(here / _name(rank, ranks), *marker["files"][rank])
-        states.append(state["optimizer"])
-        extra = state["extra"] if rank == (peers.rank if same else 0) else extra
-    if same and not optimizer.fits(states[0]):  # another stage, or other buckets: all pieces are needed
-        states = [_read(here / _name(rank, ranks), *marker["files"][rank])["optimizer"] for rank in range(ranks)]
+    here, peers = Path(path), optimizer.peers
+    failure, trees = "", []
+    try:
+        trees = _trees(here, peers.rank, peers.size, optimizer)
+    except CheckpointError as error:
+        failure = str(error)
+    for rank, words in enumerate(tell(peers, failure, _TAG, "the loading of a checkpoint")):
+        if words:
+            raise CheckpointError(f"rank {rank}: {words}" if rank != peers.rank else failure)
+    states = [tree["optimizer"] for tree in trees]
     optimizer.load_state_dict(states[0] if len(states) == 1 else states)
+    extra: dict[str, Any] = trees[peers.rank if len(trees) == peers.size else 0]["extra"]
     return extra
+
+
+def _trees(here: Path, rank: int, ranks: int, optimizer: Checkpointed) -> list[dict[str, Any]]:
+    """What this rank saved, if that is enough for it; or else what all did."""
+    marker = _marker(here)
+    saved = int(marker["ranks"])
+    if saved == ranks:
+        own = _read(here / _name(rank, saved), *marker["files"][rank])
+        if optimizer.fits(own["optimizer"]):
+            return [own]
+    return [_read(here / _name(each, saved), *marker["files"][each]) for each in range(saved)]
 
 
 def _name(rank: int, ranks: int) -> str:
@@ -142,7 +191,9 @@ def _read(path: Path, checksum: int, nbytes: int) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"a file of the checkpoint cannot be read: {error}.") from error
     if len(data) != nbytes or crc32(data) != checksum:
-        raise CheckpointError(f"{path} is damaged: {len(data)} bytes with checksum {crc32(data)}, not {nbytes} with {checksum}.")
+        raise CheckpointError(
+            f"{path} is damaged: {len(data)} bytes with checksum {crc32(data)}, not {nbytes} with {checksum}."
+        )
     try:
         tree = from_bytes(data)
     except WireError as error:
@@ -150,3 +201,69 @@ def _read(path: Path, checksum: int, nbytes: int) -> dict[str, Any]:
     if not isinstance(tree, dict) or not {"optimizer", "extra"} <= set(tree):
         raise CheckpointError(f"{path} is not of a checkpoint.")
     return tree
+
+
+# By torch.distributed.checkpoint.
+
+
+def save_distributed_checkpoint(
+    path: str | Path, optimizer: Checkpointed, extra: Mapping[str, Any] | None = None, *, storage_writer: Any = None
+) -> None:
+    """Save by ``torch.distributed.checkpoint``, into safetensors files unless there is another ``storage_writer``.
+
+    Every rank must call it. torch's ranks pickle what they tell each other while they do so, and other writers pickle
+    what they write: :func:`save_checkpoint` does neither.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    peers = optimizer.peers
+    tensors, text = to_tensors({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
+    prefix = _prefix(peers.rank, peers.size)
+    named = {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+    named[f"{prefix}{_TEXT}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    writer = storage_writer or dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
+    dcp.save(named, storage_writer=writer)
+
+
+def load_distributed_checkpoint(
+    path: str | Path, optimizer: Checkpointed, *, storage_reader: Any = None
+) -> dict[str, Any]:
+    """Go on from what :func:`save_distributed_checkpoint` saved, by as many ranks or by others. Returns ``extra``.
+
+    Every rank must call it.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    reader = storage_reader or dcp.HuggingFaceStorageReader(str(path))
+    try:
+        there = reader.read_metadata().state_dict_metadata
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    found = sorted(name[: -len(_TEXT)] for name in there if name.endswith(_TEXT))
+    ranks = len(found)
+    if found != sorted(_prefix(rank, ranks) for rank in range(ranks)) or not ranks:
+        raise CheckpointError(f"{path} is not a checkpoint of all its ranks: it has {found}.")
+
+    def read(rank: int) -> dict[str, Any]:
+        prefix = _prefix(rank, ranks)
+        into = {
+            name: torch.empty(about.size, dtype=about.properties.dtype)
+            for name, about in there.items()
+            if name.startswith((f"{prefix}/", f"{prefix}{_TEXT}"))
+        }
+        dcp.load(into, storage_reader=reader, no_dist=True)
+        text = into.pop(f"{prefix}{_TEXT}").numpy().tobytes().decode()
+        tree: dict[str, Any] = from_tensors({name[len(prefix) + 1 :]: tensor for name, tensor in into.items()}, text)
+        return tree
+
+    own = read(optimizer.peers.rank) if ranks == optimizer.peers.size else None
+    if own is not None and optimizer.fits(own["optimizer"]):
+        optimizer.load_state_dict(own["optimizer"])
+        return dict(own["extra"])
+    all_of_them = [read(rank) for rank in range(ranks)]
+    optimizer.load_state_dict([each["optimizer"] for each in all_of_them])
+    return dict((own or all_of_them[0])["extra"])
+
+
+def _prefix(rank: int, ranks: int) -> str:
+    return f"gradwire-{rank:05d}-of-{ranks:05d}"

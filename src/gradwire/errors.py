@@ -12,7 +12,16 @@
     └── MissingExtraError   (also ImportError)      an optional part is not installed
 """
 
-__all__ = ["CheckpointError", "ConfigError", "GradwireError", "LabError", "MissingExtraError", "NonFiniteError", "PeerError", "WireError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "GradwireError",
+    "LabError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "PeerError",
+    "WireError",
+]
 
 
 class GradwireError(Exception):

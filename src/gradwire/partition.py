@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 from gradwire.errors import ConfigError
 
@@ -13,8 +14,8 @@ __all__ = ["partition"]
 def partition(size: int, parts: int, unit: int = 1) -> tuple[slice, ...]:
     """Slices of ``size`` elements, one a part: as equal as whole units allow, the longer ones first.
 
-    With t = size // parts and e = size % parts, slice p begins at p * t + min(p, e) and has t + (p < e) elements. With a
-    ``unit`` the rule is for units, the last of which may be incomplete. Slices may be empty.
+    With t = size // parts and e = size % parts, slice p begins at p * t + min(p, e) and has t + (p < e) elements. With
+    a ``unit`` the rule is for units, the last of which may be incomplete. Slices may be empty.
 
     >>> partition(10, 4)
     (slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None))
@@ -27,4 +28,4 @@ def partition(size: int, parts: int, unit: int = 1) -> tuple[slice, ...]:
         )
     each, extra = divmod(-(-size // unit), parts)
     edges = [min(size, (part * each + min(part, extra)) * unit) for part in range(parts + 1)]
-    return tuple(slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False))
+    return tuple(slice(start, stop) for start, stop in pairwise(edges))

@@ -1,5 +1,7 @@
-"""Nested dicts and lists of tensors and plain values as bytes and back, without pickle: tensors as safetensors, the rest
-as JSON in its header."""
+"""Nested dicts and lists of tensors and plain values as bytes and back, without pickle.
+
+Tensors are in a safetensors file, the rest is JSON in its header.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def to_tensors(tree: Any) -> tuple[dict[str, Tensor], str]:
         if isinstance(node, Mapping):
             for key in node:
                 if not isinstance(key, str):
-                    raise WireError(f"a state can hold dicts with string keys only; got {key!r} at {path or 'the top'!r}.")
+                    raise WireError(
+                        f"a state can hold dicts with string keys only; got {key!r} at {path or 'the top'!r}."
+                    )
             return {key: walk(value, f"{path}/{key}" if path else key) for key, value in node.items()}
         if isinstance(node, list | tuple):
             return [walk(value, f"{path}/{number}" if path else str(number)) for number, value in enumerate(node)]

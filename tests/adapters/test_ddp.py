@@ -9,7 +9,6 @@ from torch import nn
 
 import gradwire
 from gradwire import ConfigError
-
 from tests.workers.ranks import said, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(1200)  # a group of ranks trains 26 codecs for 200 steps

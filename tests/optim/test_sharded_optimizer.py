@@ -14,10 +14,11 @@ pytestmark = pytest.mark.timeout(600)
 STAGES = (0, 1, 2)
 EXACT = ("sgd", "adam", "adamw", "adamw foreach", "adagrad", "rmsprop", "adafactor", "lion")
 RATIOS = (1.0, 0.5, 0.3, 0.15, 0.1, 0.05, 0.03)
+DAMAGES = ("marker", "junk marker", "gone", "changed", "short", "other")
 FLAGS = {"quantized": (True, False), "sparse": (False, True), "both": (True, True), "neither": (False, False)}
 
 
-def cases_of_two():
+def cases_of_two(folder):
     cases = {}
     for stage in STAGES:
         for name in (*EXACT, "adamw fused"):
@@ -35,9 +36,20 @@ def cases_of_two():
         for unused in ("by all", "by some"):
             cases["branches", unused, stage] = ("branches", {"stage": stage, "unused": unused})
     cases["like", "tensors"] = ("like_ddp", {"optimizer": "adamw", "stage": 1, "partition": "tensors"})
-    for name in ("twice_without_no_sync", "with_closure", "scaled_without_telling", "no_gradients", "first_ranks_weights",
-                 "scaled_gradients", "compiled", "stopped"):  # fmt: skip
+    for name in ("twice_without_no_sync", "with_closure", "scaled_without_telling", "no_gradients",
+                 "first_ranks_weights", "scaled_gradients", "compiled", "stopped"):  # fmt: skip
         cases[name] = (name, {})
+    for how in ("epochs", "steps", "function", "patience", "asked", "empty"):
+        cases["optimized", how] = ("optimized", {"how": how, "folder": folder})
+    cases["resumed_epochs"] = ("resumed_epochs", {"folder": folder})
+    for what in DAMAGES:
+        cases["damaged", what] = ("damaged", {"folder": f"{folder}/{what}", "what": what})
+    cases["kept"] = ("kept", {"folder": f"{folder}/kept"})
+    for codec in ("fp16", "int4", "topk:0.1", "ef21(int4)"):
+        for transport in ("sockets", "gloo"):
+            cases["partitioned", codec, transport] = ("partitioned", {"codec": codec, "transport": transport})
+    for stage in STAGES:
+        cases["gloo", stage] = ("over_gloo", {"stage": stage})
     for what in ("stage", "ratio"):
         cases["different", what] = ("different", {"what": what})
     return cases
@@ -70,7 +82,8 @@ def cases_of_three(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return said(tmp_path_factory.mktemp("two"), cases_of_two(), 2, "tests.workers.sharded")
+    folder = tmp_path_factory.mktemp("two")
+    return said(folder, cases_of_two(str(folder)), 2, "tests.workers.sharded")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +171,9 @@ def test_a_scaler_skips_a_step_on_every_rank(two, stage, auto):
 
 
 def test_a_scaler_that_is_not_told_of(two):
-    assert all("give the GradScaler to ShardingConfiguration(scaler=...)" in words for words in two["scaled_without_telling"])
+    assert all(
+        "give the GradScaler to ShardingConfiguration(scaler=...)" in words for words in two["scaled_without_telling"]
+    )
 
 
 def test_closures(two):
@@ -188,7 +203,9 @@ def test_nonfinite_gradients_of_one_rank(three, stage, policy, ratio):
         assert rank["skipped"] == 1
 
 
-@pytest.mark.parametrize("how", ["bytes", "dict", "torch", "ef21(int4)", "int4:rounding=stochastic", "topk:0.1", "adafactor"])
+@pytest.mark.parametrize(
+    "how", ["bytes", "dict", "torch", "ef21(int4)", "int4:rounding=stochastic", "topk:0.1", "adafactor"]
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_goes_on_bit_for_bit(three, stage, how):
     for rank in same_on_every_rank(three["resumed", stage, how]):
@@ -277,7 +294,9 @@ def moved(tmp_path_factory):
             first = said(folder, {"saved": ("saved", {**how, "stage": stages[0]})}, 2, "tests.workers.sharded")
             then = {"loaded": ("loaded", {**how, "before": 2, "stage": stages[1]})}
             second = said(folder, then, 4, "tests.workers.sharded")
-            third = said(folder, {"loaded": ("loaded", {**how, "before": 2, "stage": stages[2]})}, 3, "tests.workers.sharded")
+            third = said(
+                folder, {"loaded": ("loaded", {**how, "before": 2, "stage": stages[2]})}, 3, "tests.workers.sharded"
+            )
             found[name, feedback] = (first["saved"], second["loaded"], third["loaded"])
     return found
 
@@ -297,6 +316,82 @@ def test_other_numbers_of_ranks_go_on(moved, name, feedback):
         unsent = sum(rank["residual"] for rank in before) / len(before) + sum(rank["owned"] for rank in before)
         assert sum(rank["residual"] for rank in answers) / len(answers) == pytest.approx(unsent, abs=1e-4)
         assert bool(unsent) == feedback
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("distributed"))
+    how = {"folder": f"{folder}/checkpoint"}
+    first = said(
+        folder, {"a": ("distributed_checkpoint", {**how, "act": "save", "stage": 1})}, 2, "tests.workers.sharded"
+    )
+    cases = {stage: ("distributed_checkpoint", {**how, "act": "load", "stage": stage}) for stage in (1, 2)}
+    return first["a"], {ranks: said(folder, cases, ranks, "tests.workers.sharded") for ranks in (2, 3)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_by_torch_distributed_checkpoint(distributed, ranks, stage):
+    saved, loaded = distributed
+    start = same_on_every_rank(saved)[0]["parameters"]
+    for rank in same_on_every_rank(loaded[ranks][stage], "start", "parameters", "steps"):
+        assert rank["start"] == start
+        assert rank["steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "ended"), [("epochs", 15, "epochs"), ("steps", 7, "steps"), ("function", 6, "steps")]
+)
+def test_a_whole_run(two, how, steps, ended):
+    for rank in same_on_every_rank(two["optimized", how]):
+        assert (rank["steps"], rank["losses"], rank["ended"]) == (steps, steps, ended)
+        assert rank["ratio"] <= 0.2
+
+
+def test_a_run_ends_early_on_all_ranks_if_any_sees_no_progress(two):
+    zero, one = same_on_every_rank(two["optimized", "patience"])
+    assert zero["ended"] == one["ended"] == "early"
+    assert zero["steps"] == one["steps"] == 9  # no progress after the fourth validation, and all know a step later
+    assert zero["best"] == 2.0
+    assert [step for step, _ in zero["validations"]] == [2, 4, 6, 8]
+
+
+def test_a_run_ends_when_somebody_asks_for_it(two):
+    assert [rank["steps"] for rank in two["optimized", "asked"]] == [4, 4]
+
+
+def test_a_run_without_batches(two):
+    assert all("`batches` has none" in rank["words"] for rank in two["optimized", "empty"])
+
+
+def test_a_resumed_run_sees_the_batches_that_are_left(two):
+    found = one(two["resumed_epochs"])
+    assert found["parameters"] == found["again"]
+    assert found["from"] == 7
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_checkpoints_are_refused_on_every_rank(two, what):
+    words = two["damaged", what]
+    telling = {"marker": "it has no COMPLETE", "junk marker": "not a checkpoint of format 1", "gone": "cannot be read"}
+    assert all(telling.get(what, "is damaged") in each for each in words), words
+
+
+def test_old_checkpoints_go(two):
+    assert two["kept"] == [["step-0000000003", "step-0000000004"]] * 2
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int4", "topk:0.1", "ef21(int4)"])
+def test_partitions_that_are_processes(two, codec):
+    answers = [one(two["partitioned", codec, transport]) for transport in ("sockets", "gloo")]
+    assert answers[0]["parameters"] == answers[1]["parameters"]
+    assert [rank["where"] for rank in two["partitioned", codec, "sockets"]] == [[0, 0, 501], [1, 501, 500]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_the_native_core_it_is_the_same(two, stage):
+    found = one(two["gloo", stage])
+    assert found["parameters"] == found["again"]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ class Group:
         folder.mkdir(exist_ok=True)
         settings = {"codec": "int4", "timeout_s": 20, **settings}
         self.folder, self.size = folder, ranks
-        self.ranks = [
-            nursery.Process(target=live, args=(str(folder), rank, ranks, settings)) for rank in range(ranks)
-        ]
+        self.ranks = [nursery.Process(target=live, args=(str(folder), rank, ranks, settings)) for rank in range(ranks)]
 
     def __enter__(self):
         for rank in self.ranks:

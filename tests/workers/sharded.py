@@ -1,7 +1,9 @@
 """Cases of sharded optimizers, run by ranks that are real processes."""
 
 import math
+import os
 import zlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,7 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import ConfigError, GradientCompressionOptimizer, NonFiniteError, ShardedOptimizerBase, ShardingConfiguration
+from gradwire import (
+    ConfigError,
+    GradientCompressionOptimizer,
+    NonFiniteError,
+    ShardedOptimizerBase,
+    ShardingConfiguration,
+)
 
 from .base import main_of_cases
 from .ddp import Branches, Net, batch, loss_of
@@ -130,7 +138,7 @@ def accumulated(rank, stage, auto):
 
 def twice_without_no_sync(rank):
     model = Net()
-    optimizer = wrapped(model)
+    wrapped(model)
     try:
         for _ in range(2):
             loss_of(model, 0, rank).backward()
@@ -192,11 +200,13 @@ def with_closure(rank):
     train(one, plain, rank, 3)
     told = []
     for step in range(3):
+
         def closure(step=step):
             closed.zero_grad()
             loss = loss_of(two, step, rank)
             loss.backward()
             return loss
+
         told.append(float(closed.step(closure)))
     return {"parameters": checksum(one), "again": checksum(two), "losses": told}
 
@@ -317,8 +327,7 @@ def saved(rank, folder, stage, ratio, optimizer="adamw", steps=3, feedback=True,
     model = Net()
     made = wrapped(model, optimizer, ratio=ratio, stage=stage, feedback=feedback, **more)
     train(model, made, rank, steps)
-    with open(f"{folder}/saved-{rank}", "wb") as file:
-        file.write(made.serialize())
+    Path(f"{folder}/saved-{rank}").write_bytes(made.serialize())
     residual = sum(float(r.double().sum()) for r in made.state_dict()["residuals"].values())
     owned = sum(float(r["residual"].double().sum()) for r in made.state_dict()["owned"].values())
     full = made.full_state_dict()
@@ -331,7 +340,7 @@ def saved(rank, folder, stage, ratio, optimizer="adamw", steps=3, feedback=True,
 def loaded(rank, folder, before, stage, ratio, optimizer="adamw", feedback=True, **more):
     model = Net()
     made = wrapped(model, optimizer, ratio=ratio, stage=stage, feedback=feedback, **more)
-    states = [open(f"{folder}/saved-{r}", "rb").read() for r in range(before)]
+    states = [Path(f"{folder}/saved-{r}").read_bytes() for r in range(before)]
     made.deserialize(states)
     start = checksum(model)
     residual = sum(float(r.double().sum()) for r in made.state_dict()["residuals"].values())
@@ -346,6 +355,7 @@ def loaded(rank, folder, before, stage, ratio, optimizer="adamw", feedback=True,
 
 def refused(rank, folder):
     """What is said of states that cannot be loaded."""
+
     def words(call):
         try:
             call()
@@ -388,12 +398,14 @@ def synchronized(rank, stage):
     # Of a parameter in pieces, all owners have what the first has.
     agreed = all(
         float(piece["state"]["step"]) == float(after["state"][int(place)]["step"])
-        for place, pieces in made.state_dict()["pieces"].items() for piece in pieces
+        for place, pieces in made.state_dict()["pieces"].items()
+        for piece in pieces
     )
     train(model, made, rank, 2, start=2)
     same = all(
         torch.equal(before["state"][p][name], after["state"][p][name])
-        for p in before["state"] for name in ("exp_avg", "exp_avg_sq")
+        for p in before["state"]
+        for name in ("exp_avg", "exp_avg_sq")
     )
     return {"parameters": checksum(model), "same": same, "agreed": agreed}
 
@@ -507,12 +519,159 @@ def stopped(rank):
     return {"steps": made.steps}
 
 
+def optimized(rank, how, folder):
+    """A whole run by ``optimize``."""
+    model = Net()
+    made = wrapped(model, ratio=0.2)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*batch(0, rank, size=40)), batch_size=8, shuffle=False
+    )
+
+    def loss(model, pair):
+        return nn.functional.cross_entropy(model(pair[0]), pair[1])
+
+    values = iter([3.0, 2.0, 2.5, 2.6, 1.0, 1.0, 1.0, 1.0])
+    settings = {
+        "epochs": {"batches": loader, "epochs": 3},
+        "steps": {"batches": loader, "steps": 7},
+        "function": {"batches": lambda step: batch(step, rank), "steps": 6},
+        "patience": {"batches": lambda step: batch(step, rank), "steps": 50, "validate_every": 2, "patience": 2,
+                     "validate": lambda model: next(values) if rank == 0 else -float(made.rounds)},
+        "asked": {"batches": lambda step: batch(step, rank), "steps": 50,
+                  "on_step": lambda step, loss: rank == 1 and step == 3},
+        "empty": {"batches": [], "epochs": 2},
+    }[how]  # fmt: skip
+    try:
+        result = made.optimize(gradwire.OptimizationData(model, loss, **settings))
+    except ConfigError as error:
+        return {"words": str(error)}
+    return {"steps": result.steps, "losses": len(result.losses), "ended": result.ended, "parameters": checksum(model),
+            "ratio": result.sent_bytes / result.dense_bytes, "validations": result.validations, "best": result.best}  # fmt: skip
+
+
+def resumed_epochs(rank, folder):
+    """A loader that is iterated anew goes on where it was, and so do torch's random numbers."""
+
+    def run(steps, where):
+        torch.manual_seed(5)
+        model = nn.Sequential(Net(), nn.Dropout(0.2))
+        made = wrapped(model, ratio=0.2)
+        data = [batch(step, rank) for step in range(5)]
+        how = {"epochs": 4} if steps is None else {"steps": steps}
+        result = made.optimize(
+            gradwire.OptimizationData(
+                model, lambda m, pair: nn.functional.cross_entropy(m(pair[0]), pair[1]), data, checkpoints=where,
+                checkpoint_every=7, **how,
+            )
+        )  # fmt: skip
+        return checksum(model), result.resumed_from
+
+    straight, _ = run(None, f"{folder}/straight")
+    run(9, f"{folder}/broken")
+    again, came_from = run(None, f"{folder}/broken")
+    return {"parameters": straight, "again": again, "from": came_from}
+
+
+def damaged(rank, folder, what):
+    """What is said of checkpoints that are not whole; every rank says something."""
+    model = Net()
+    made = wrapped(model, ratio=0.2)
+    train(model, made, rank, 2)
+    path = gradwire.save_checkpoint(folder, made, {"epoch": 1})
+    dist.barrier()
+    if rank == 0:
+        file = path / f"rank-0000{1 if what == 'other' else 0}-of-00002.safetensors"
+        if what == "marker":
+            (path / "COMPLETE").unlink()
+        elif what == "junk marker":
+            (path / "COMPLETE").write_text("[1]")
+        elif what == "gone":
+            file.unlink()
+        elif what == "changed":
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        else:
+            file.write_bytes(file.read_bytes()[:-7])
+    dist.barrier()
+    try:
+        gradwire.load_checkpoint(path, made)
+    except gradwire.CheckpointError as error:
+        return str(error)
+    except gradwire.PeerError as error:
+        return f"PeerError: {error}"
+    return "no error"
+
+
+def kept(rank, folder):
+    """Old checkpoints go, the last ones stay."""
+    model = Net()
+    made = wrapped(model, ratio=0.2)
+    for step in range(4):
+        train(model, made, rank, 1, start=step)
+        gradwire.save_checkpoint(folder, made, keep=2)
+    dist.barrier()
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def partitioned(rank, codec, transport):
+    """``AllReduceParameter`` between processes."""
+    os.environ["GRADWIRE_TRANSPORT"] = transport
+    try:
+        exchange = gradwire.ProcessGroupExchange.of(timeout_s=TIMEOUT_S)
+    finally:
+        del os.environ["GRADWIRE_TRANSPORT"]
+    torch.manual_seed(0)
+    parameter = gradwire.AllReduceParameter(3, dist.get_world_size(), 1001, compress=codec, exchange=exchange)
+    local = torch.randn(1001)
+    where = parameter.init(local)
+    for step in range(5):
+        torch.manual_seed(100 * step + rank)
+        parameter.put_gradients(torch.randn(1001))
+        parameter.aggregate_gradient_partition(dist.get_world_size())
+        parameter.clip_l2_norm(5.0)
+        parameter.weight_partition.sub_(parameter.gradient_partition, alpha=0.1)
+        parameter.send_weight_partition()
+        parameter.get_weights(local).result()
+    parameter.close()
+    return {"parameters": f"{zlib.crc32(local.numpy().tobytes()):08x}", "where": where}
+
+
+def over_gloo(rank, stage):
+    """Where the native core is not built."""
+    os.environ["GRADWIRE_TRANSPORT"] = "gloo"
+    try:
+        model = Net()
+        made = wrapped(model, ratio=0.2, stage=stage)
+    finally:
+        del os.environ["GRADWIRE_TRANSPORT"]
+    train(model, made, rank, 5)
+    other = Net()
+    train(other, wrapped(other, ratio=0.2, stage=stage), rank, 5)
+    return {"parameters": checksum(model), "again": checksum(other)}
+
+
+def distributed_checkpoint(rank, folder, act, stage):
+    """By torch.distributed.checkpoint."""
+    model = Net()
+    made = wrapped(model, ratio=0.1, stage=stage)
+    if act == "save":
+        train(model, made, rank, 3)
+        gradwire.save_distributed_checkpoint(folder, made)
+        return {"parameters": checksum(model)}
+    gradwire.load_distributed_checkpoint(folder, made)
+    start = checksum(model)
+    train(model, made, rank, 2, start=3)
+    return {"start": start, "parameters": checksum(model), "steps": made.steps}
+
+
 CASES = {
     case.__name__: case
     for case in (
         like_ddp, trained, accumulated, twice_without_no_sync, clipped, scheduled, with_closure, scaled,
-        scaled_without_telling, branches, no_gradients, nonfinite, resumed, saved, loaded, refused, synchronized, exported,
-        wrapped_after_training, first_ranks_weights, scaled_gradients, different, half, memory, compiled, stopped,
+        scaled_without_telling, branches, no_gradients, nonfinite, resumed, saved, loaded, refused, synchronized,
+        exported, wrapped_after_training, first_ranks_weights, scaled_gradients, different, half, memory, compiled,
+        stopped, optimized, resumed_epochs, damaged, kept, partitioned, over_gloo, distributed_checkpoint,
     )
 }  # fmt: skip
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradwire.benchmarks import hooks, machine
+from gradwire.benchmarks.rigs import COMPUTE, check_method, powersgd_of
 from gradwire.benchmarks.timing import Timing
-from gradwire.benchmarks.training_worker import COMPUTE
 from gradwire.clusters import run_workers
-from gradwire.collectives import PowerSGD, method
 from gradwire.errors import ConfigError
 from gradwire.lab import Lab, parse_rate
 from gradwire.tasks import TASKS
@@ -69,8 +68,7 @@ class Settings:
             if rate != _LOOPBACK:
                 parse_rate(rate, argument="--rate")
         for name in self.methods:
-            if name not in hooks.PEERS:
-                method(name)
+            check_method(name)
 
 
 @dataclass(frozen=True)
@@ -252,5 +250,5 @@ def _start(name: str) -> tuple[str, float]:
     """What a method sends as at first, and for how many steps."""
     if name.startswith("ddp powersgd"):
         return "ddp", hooks.POWERSGD_START
-    how = method(name) if name not in hooks.PEERS else None
-    return ("int8", how.start) if isinstance(how, PowerSGD) else ("", 0)
+    how = powersgd_of(name)
+    return ("int8", how.start) if how is not None else ("", 0)

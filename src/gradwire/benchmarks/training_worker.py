@@ -9,26 +9,17 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters import Compression, compress
-from gradwire.benchmarks import hooks
-from gradwire.collectives import PowerSGD, method
+from gradwire.benchmarks.rigs import Rig, make_rig
 from gradwire.collectives.rank import report, run_rank
 from gradwire.tasks import TASKS, Task
 
-__all__ = ["COMPUTE", "Settings", "main"]
-
-COMPUTE: Final = "compute only"
-"""The method that sends nothing."""
+__all__ = ["Settings", "main"]
 
 
 @dataclass(frozen=True)
@@ -67,10 +58,9 @@ def _run(settings: Settings, rank: int, ranks: int) -> None:
 
 
 def _curve(settings: Settings, task: Task, name: str, rank: int, ranks: int) -> None:
-    with _replica(task, name, start=None) as (model, replica, _):
-        optimizer = task.optimizer(model)
+    with make_rig(task, name, start=None) as rig:
         for step in range(settings.steps):
-            loss = _step(task, replica, optimizer, step, rank, ranks)
+            loss = _step(task, rig, step, rank, ranks)
             event: dict[str, Any] = {
                 "event": "curve",
                 "method": name,
@@ -79,61 +69,38 @@ def _curve(settings: Settings, task: Task, name: str, rank: int, ranks: int) -> 
                 "loss": loss,
             }
             if (step + 1) % settings.validate_every == 0 and rank == 0:
-                event["validation"] = task.validate(model).loss
+                event["validation"] = task.validate(rig.model).loss
             report(rank, **event)
 
 
 def _timed(settings: Settings, task: Task, name: str, round_number: int, rank: int, ranks: int) -> None:
     # PowerSGD from the first step on, for its own steps are what is timed.
-    with _replica(task, name, start=0) as (model, replica, compression):
-        optimizer = task.optimizer(model)
+    with make_rig(task, name, start=0) as rig:
         for step in range(settings.warmup):
-            _step(task, replica, optimizer, step, rank, ranks)
+            _step(task, rig, step, rank, ranks)
         dist.barrier()
         before, times = _wire_bytes(settings.interface), []
-        counted = compression.wire_bytes if compression else None
+        counted = rig.wire_bytes()
         for step in range(settings.warmup, settings.warmup + settings.steps):
             started = time.perf_counter()
-            _step(task, replica, optimizer, step, rank, ranks)
+            _step(task, rig, step, rank, ranks)
             times.append(time.perf_counter() - started)
         dist.barrier()
         wire = (_wire_bytes(settings.interface) - before) / settings.steps
-        after = compression.wire_bytes if compression else None
+        after = rig.wire_bytes()
         counted = (after - counted) // settings.steps if after is not None and counted is not None else None
         seconds = torch.tensor(times)
         dist.all_reduce(seconds)  # the mean over ranks of each step
-        sent = compression.traffic.sent_bytes if compression else None
+        sent = rig.sent_bytes()
         told = {"seconds": (seconds / ranks).tolist(), "wire_bytes": wire, "sent_bytes": sent, "counted_bytes": counted}
         report(rank, event="timed", method=name, round=round_number, **told)
 
 
-@contextmanager
-def _replica(task: Task, name: str, start: int | None) -> Iterator[tuple[nn.Module, nn.Module, Compression | None]]:
-    """A fresh model, what is trained of it, and our compression if it is ours."""
-    model = task.model()
-    if name == COMPUTE:
-        yield model, model, None
-    elif name in hooks.PEERS:
-        replica = DistributedDataParallel(model, bucket_cap_mb=hooks.bucket_cap_mb(name))
-        hooks.attach(name, replica, hooks.POWERSGD_START if start is None else start)
-        yield model, replica, None
-    else:
-        how = method(name)
-        if isinstance(how, PowerSGD) and start is not None:
-            how = PowerSGD(how.rank, how.factors, start, how.alternate)
-        replica = DistributedDataParallel(model)
-        compression = compress(replica, how, timeout_s=300)
-        yield model, replica, compression
-        compression.close()
-
-
-def _step(task: Task, replica: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, ranks: int) -> float:
+def _step(task: Task, rig: Rig, step: int, rank: int, ranks: int) -> float:
     inputs, targets = task.batch(step, rank, ranks)
-    optimizer.zero_grad()
-    loss = task.loss(replica, inputs, targets)
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return float(loss)
+    loss = task.loss(rig.replica, inputs, targets)
+    rig.step(loss)
+    return loss.item()
 
 
 def _wire_bytes(interface: str) -> int:

@@ -40,8 +40,8 @@ def run_workers(
 
     Ranks are joined over loopback, or with a ``lab`` over its links, one a host.
 
-    When a worker fails the others are ended, and :class:`PeerError` says which rank failed first and how; or, as long as
-    failures are forgiven (:class:`~gradwire.sharding.Retries`), all are started again after an event ``retry``.
+    When a worker fails the others are ended, and :class:`PeerError` says which rank failed first and how; or, as long
+    as failures are forgiven (:class:`~gradwire.sharding.Retries`), all are started again after an event ``retry``.
     """
     retries = Retries(retry_times, retry_interval_s)
     while True:
@@ -54,9 +54,7 @@ def run_workers(
             yield {"event": "retry", "error": str(error)}
 
 
-def _run_once(
-    module: str, settings: Mapping[str, Any], workers: int, lab: Lab | None
-) -> Iterator[dict[str, Any]]:
+def _run_once(module: str, settings: Mapping[str, Any], workers: int, lab: Lab | None) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
         processes = [_start(module, settings, rank, workers, folder, lab) for rank in range(workers)]

@@ -27,6 +27,7 @@ from gradwire.collectives.peers import Peers, others
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.kernels import ops
 from gradwire.kernels.memory import empty
+from gradwire.partition import partition
 from gradwire.transforms import ErrorFeedback, is_stateful
 from gradwire.wire import Key, TensorSpec
 
@@ -35,14 +36,13 @@ __all__ = ["TwoStage", "slices"]
 _ALIGNMENT: Final = 1024  # elements: whole blocks of nearly all codecs, so that slicing costs no scales
 
 
-def slices(numel: int, ranks: int) -> list[slice]:
-    """The slice of each rank: equal ones of whole blocks, the last shorter or empty.
+def slices(numel: int, ranks: int) -> tuple[slice, ...]:
+    """The slice of each rank, of whole blocks.
 
     >>> slices(5000, 3)
-    [slice(0, 2048, None), slice(2048, 4096, None), slice(4096, 5000, None)]
+    (slice(0, 2048, None), slice(2048, 4096, None), slice(4096, 5000, None))
     """
-    each = -(-numel // (ranks * _ALIGNMENT)) * _ALIGNMENT
-    return [slice(min(numel, rank * each), min(numel, (rank + 1) * each)) for rank in range(ranks)]
+    return partition(numel, ranks, _ALIGNMENT)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class TwoStage:
 
 
 @functools.lru_cache(maxsize=1024)
-def _slices_and_specs(numel: int, ranks: int) -> tuple[list[slice], list[TensorSpec]]:
+def _slices_and_specs(numel: int, ranks: int) -> tuple[tuple[slice, ...], list[TensorSpec]]:
     """Remembered: a training asks for the same few every step."""
     parts = slices(numel, ranks)
     return parts, [TensorSpec((part.stop - part.start,)) for part in parts]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["is_elementwise_optimizer"]
+__all__ = ["is_elementwise_optimizer", "settings_of"]
 
 _STEPS: Final = 3
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The arguments that make another one like it.
+
+    >>> settings_of(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))["momentum"]
+    0.9
+    """
+    allowed = inspect.signature(type(optimizer).__init__).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in allowed}
 
 
 def is_elementwise_optimizer(optimizer: Optimizer) -> bool:
@@ -23,9 +33,7 @@ def is_elementwise_optimizer(optimizer: Optimizer) -> bool:
     >>> is_elementwise_optimizer(torch.optim.Adafactor([weight], lr=0.1))
     False
     """
-    kind = type(optimizer)
-    allowed = inspect.signature(kind.__init__).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in allowed}
+    kind, settings = type(optimizer), settings_of(optimizer)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 5, generator=generator)
     gradients = [torch.randn(6, 5, generator=generator) for _ in range(_STEPS)]
@@ -33,7 +41,7 @@ def is_elementwise_optimizer(optimizer: Optimizer) -> bool:
     pieces = [nn.Parameter(start.view(-1)[:13].clone()), nn.Parameter(start.view(-1)[13:].clone())]
     try:
         for parameters in (whole, pieces):
-            trial = kind(parameters, **settings)  # type: ignore[arg-type]
+            trial = kind(parameters, **settings)
             for gradient in gradients:
                 at = 0
                 for parameter in parameters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -10,7 +10,7 @@ from typing import Final
 from gradwire.codecs import Codec, codec
 from gradwire.errors import ConfigError
 from gradwire.partition import partition
-from gradwire.planner import best_codec
+from gradwire.planner import best_codec, relative_error
 from gradwire.transforms import for_training
 from gradwire.wire import TensorSpec
 
@@ -18,7 +18,8 @@ __all__ = ["BucketPlan", "Plan", "make_plan"]
 
 _SMALL: Final = 4096  # elements; smaller tensors, and vectors, travel as they are if that costs little
 _LITTLE: Final = 0.05
-_LEAST: Final = 1e-9
+_AS_GOOD: Final = 1.05  # as the best: then the one with more buckets, which are sent earlier
+_FOR_SMALL: Final = ("none", "bf16", "int8")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ class Plan:
             if asked
         )
 
+    def error(self) -> float:
+        """What encoding loses of all elements, on average."""
+        total = lost = 0.0
+        for each in self.buckets:
+            size = each.slices[-1].stop
+            total += size
+            lost += size * (relative_error(str(each.gradients)) + relative_error(str(each.weights)))
+        return lost / max(1.0, total)
+
 
 def make_plan(
     shapes: Sequence[tuple[int, ...]],
@@ -94,7 +104,7 @@ def make_plan(
 
     >>> plan = make_plan([(256, 256), (256,)], ranks=4, ratio=0.1)
     >>> [str(bucket.gradients) for bucket in plan.buckets], plan.keeps(0.1)
-    (['ef(int2)', 'none'], True)
+    (['ef(int3)'], True)
     """
 
     def chosen(target: float | None, numel: int, told: str | None) -> Codec:
@@ -113,44 +123,61 @@ def make_plan(
     large = [place for place in range(len(shapes)) if place not in set(small)]
     bound = None if ratio is None or not (quantize or sparsify) else ratio
 
-    def planned(groups: Sequence[Sequence[int]], raw: Sequence[bool], target: float | None) -> Plan:
+    def planned(groups: Sequence[Sequence[int]], small_codec: str | None, target: float | None) -> Plan:
+        """With ``small_codec`` the last group travels in that."""
         made, loads = [], [0] * ranks
-        for places, as_is in zip(groups, raw, strict=True):
+        for number, places in enumerate(groups):
             order, slices = _divided(places, sizes, loads, whole)
             longest = max(where.stop - where.start for where in slices)
-            goal = None if as_is else target
-            inner = chosen(goal, longest, None if as_is else gradients)
+            told = small_codec if small_codec is not None and number == len(groups) - 1 else None
+            inner = chosen(target, longest, told or gradients)
             made.append(
                 BucketPlan(
                     tuple(order),
                     slices,
                     for_training(inner) if feedback else inner,
-                    chosen(goal, longest, None if as_is else weights),
+                    chosen(target, longest, told or weights),
                 )
             )
         return Plan(tuple(made))
 
-    apart = [*_buckets(large, sizes, bucket_bytes), *([small] if small else [])]
     together = _buckets(range(len(shapes)), sizes, bucket_bytes)
     if bound is None:
-        return planned(together, [False] * len(together), None)
+        return planned(together, None, None)
+    apart = [*_buckets(large, sizes, bucket_bytes), small]
     little = 4 * sum(sizes[place] for place in small) <= _LITTLE * bound * 4 * sum(sizes)
-    ways = [(apart, [*[False] * (len(apart) - 1), True])] if small and large and little else []
-    ways += [(together, [False] * len(together)), ([list(range(len(shapes)))], [False])]
-    for groups, raw in ways:
-        target = bound
-        while target > bound / 4:
-            try:
-                plan = planned(groups, raw, target)
-            except ConfigError:
-                break
-            if plan.keeps(bound, gradients=gradients is None, weights=weights is None):
-                return plan
-            target *= 0.97
-    raise ConfigError(
-        f"`compression_ratio` must be larger for a model of {sum(sizes)} parameters on {ranks} ranks: headers alone take "
-        f"more than {bound:g} of its bytes."
-    )
+    ways: list[tuple[list[list[int]], str | None]] = [(together, None), ([list(range(len(shapes)))], None)]
+    if small and large and little:
+        ways = [*((apart, codec_of_small) for codec_of_small in _FOR_SMALL), *ways]
+    fitting = [plan for groups, told in ways if (plan := _largest(planned, groups, told, bound, gradients, weights))]
+    if not fitting:
+        raise ConfigError(
+            f"`compression_ratio` must be larger for a model of {sum(sizes)} parameters on {ranks} ranks: headers "
+            f"alone take more than {bound:g} of its bytes."
+        )
+    least = min(plan.error() for plan in fitting)
+    return next(plan for plan in fitting if plan.error() <= _AS_GOOD * least)
+
+
+def _largest(
+    planned: Callable[[list[list[int]], str | None, float], Plan],
+    groups: list[list[int]],
+    small_codec: str | None,
+    bound: float,
+    gradients: str | None,
+    weights: str | None,
+) -> Plan | None:
+    """The plan with the best codecs that keep the bound, headers included."""
+    target = bound
+    while target > bound / 4:
+        try:
+            plan = planned(groups, small_codec, target)
+        except ConfigError:
+            return None
+        if plan.keeps(bound, gradients=gradients is None, weights=weights is None):
+            return plan
+        target *= 0.99
+    return None
 
 
 def _buckets(places: Sequence[int], sizes: Sequence[int], nbytes: int) -> list[list[int]]:

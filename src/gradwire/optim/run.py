@@ -26,16 +26,18 @@ __all__ = ["OptimizationData", "OptimizationResult", "optimize"]
 class OptimizationData:
     """What a training is made of, on this rank.
 
-    ``loss(model, batch)`` is what is minimized. ``batches`` are those of this rank: a function of the step, counted from
-    0, or something that can be iterated once an epoch, such as a ``DataLoader``. Give ``steps``, or ``epochs`` of an
-    iterable.
+    ``loss(model, batch)`` is what is minimized. ``batches`` are those of this rank: a function of the step, counted
+    from 0, or something that can be iterated once an epoch, such as a ``DataLoader``. Give ``steps``, or ``epochs`` of
+    an iterable.
 
     With ``validate``, a function of the model, the training ends early when its value has not fallen for ``patience``
     validations in a row on any rank. With ``checkpoints``, a folder, the training is saved there every
     ``checkpoint_every`` steps, and goes on from the last complete one it finds. ``on_step(step, loss)`` is called after
     every step and may return True to end the training, on all ranks.
 
-    >>> OptimizationData(nn.Linear(2, 1), lambda model, x: model(x).mean(), lambda step: torch.ones(1, 2), steps=3).steps
+    >>> def loss(model, batch):
+    ...     return model(batch).square().mean()
+    >>> OptimizationData(nn.Linear(2, 1), loss, lambda step: torch.ones(1, 2), steps=3).steps
     3
     """
 
@@ -56,7 +58,9 @@ class OptimizationData:
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(f"give either `steps` or `epochs`; got {self.steps!r} and {self.epochs!r}.")
         if self.epochs is not None and callable(self.batches):
-            raise ConfigError("`epochs` are of batches that can be iterated; a function of the step has none: give `steps`.")
+            raise ConfigError(
+                "`epochs` are of batches that can be iterated; a function of the step has none: give `steps`."
+            )
         for name in ("steps", "epochs", "validate_every", "patience", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -183,7 +187,9 @@ class _Progress:
             self.last = now
             of = f" of {self.total}" if self.total is not None else ""
             ratio = self.optimizer.traffic.ratio
-            sys.stderr.write(f"\r\033[Kstep {self.optimizer.rounds}{of}  loss {loss:.4f}  {ratio:.3f} of float32's bytes")
+            sys.stderr.write(
+                f"\r\033[Kstep {self.optimizer.rounds}{of}  loss {loss:.4f}  {ratio:.3f} of float32's bytes"
+            )
             sys.stderr.flush()
 
     def __exit__(self, *error: object) -> None:

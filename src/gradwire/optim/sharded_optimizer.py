@@ -6,29 +6,29 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Final
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from gradwire.codecs import codec
 from gradwire.collectives import agree
 from gradwire.collectives.peers import tell
+from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError
+from gradwire.optim.bucket import Bucket
 from gradwire.optim.configuration import ShardingConfiguration
 from gradwire.optim.elementwise import is_elementwise_optimizer
-from gradwire.optim.plan import BucketPlan, Plan, make_plan
+from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
 from gradwire.optim.sharded_state import check_state, cut, joined
-from gradwire.sharding import ProcessGroupExchange, Shard, Stragglers, Vector, clip_norm, clip_value, global_norm
+from gradwire.sharding import ProcessGroupExchange, Stragglers, clip_norm, clip_value, global_norm
 from gradwire.sharding.shard import NONFINITE, STOP
-from gradwire.transforms.base import SenderTransform
 from gradwire.tree import from_bytes, to_bytes
 
-__all__ = ["ShardedOptimizerBase", "ShardTraffic"]
+__all__ = ["ShardTraffic", "ShardedOptimizerBase"]
 
 _NORM_TAGS: Final = 1 << 30
 _FULL_TAGS: Final = (1 << 30) + (1 << 29)
@@ -49,130 +49,6 @@ class ShardTraffic:
         """Bytes sent over float32's; 0 if nothing has to be."""
         dense = self.dense_gradient_bytes + self.dense_weight_bytes
         return (self.gradient_bytes + self.weight_bytes) / dense if dense else 0.0
-
-
-class Bucket:
-    """Parameters that travel together, and the pieces of them that live here."""
-
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[nn.Parameter],
-        exchange: ProcessGroupExchange,
-        number: int,
-        config: ShardingConfiguration,
-        stragglers: Stragglers,
-        *,
-        whole: bool,
-    ) -> None:
-        self.plan, self.parameters = plan, [parameters[place] for place in plan.places]
-        self.replicated = config.stage == 0
-        self.held = Vector([p.detach() for p in self.parameters])
-        transformed = isinstance(plan.gradients, SenderTransform)
-        back = plan.gradients.inner if transformed else plan.gradients  # of the means, at stage 0
-        back = back if self.replicated else plan.weights
-        float32 = all(p.dtype == torch.float32 for p in self.parameters)
-        self.aliased = not self.replicated and back == codec("none") and float32
-        self.shard = Shard(
-            exchange,
-            len(self.held),
-            plan.gradients,
-            back,
-            number,
-            config.seed,
-            differences=not self.replicated and not self.aliased,
-            stragglers=stragglers,
-            slices=plan.slices,
-            note_bytes=plan.note_bytes,
-        )
-        self.device = self.parameters[0].device
-        self.own = self.held.pieces(self.shard.own)  # place in the bucket, and which part
-        self.master: Tensor | None = None
-        self.owned_residual: Tensor | None = None
-        if self.replicated:
-            if transformed:
-                self.owned_residual = torch.zeros(self.shard.own.stop - self.shard.own.start)
-        elif not self.aliased:
-            self.master = self.held.read(self.shard.own).clone()
-        self.pieces: list[nn.Parameter] = []
-        if not self.replicated:
-            at = 0
-            for place, part in self.own:
-                length = part.stop - part.start
-                flat = self.held.flats[place][part] if self.master is None else self.master[at : at + length]
-                shape = self.parameters[place].shape if whole else (length,)
-                self.pieces.append(nn.Parameter(flat.view(shape), requires_grad=True))
-                at += length
-        self.gradient: Tensor | None = None  # the mean of the slice that lives here
-        self.missing = 0  # gradients that have not come in this step
-        self.sent = False
-
-    def begin(self) -> None:
-        """Wait for a new step's gradients."""
-        self.missing, self.sent, self.gradient = len(self.parameters), False, None
-
-    def put(self, flags: int, inverse_scale: float, *, free: bool) -> int:
-        """Send what gradients there are; a missing one counts as zeros."""
-        note, tensors = 0, []
-        for bit, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None:
-                tensors.append(torch.zeros(parameter.numel(), device=parameter.device))
-                continue
-            if gradient.is_sparse:
-                raise ConfigError(f"sparse gradients cannot be sharded; got one of shape {tuple(gradient.shape)}.")
-            note |= 1 << bit
-            scaled = gradient.detach().contiguous()
-            tensors.append(scaled if inverse_scale == 1.0 else scaled.to(torch.float32) * inverse_scale)
-        flags = self.shard.put(Vector(tensors), flags, note)
-        self.sent = True
-        if free:
-            for parameter in self.parameters:
-                parameter.grad = None
-        return flags
-
-    def receive(self) -> int:
-        """Sum up the slice that lives here. Returns what all said."""
-        gathered = self.shard.gather()
-        self.note, self.arrived = gathered.note, len(gathered.arrived)
-        ranks = self.shard.exchange.size
-        if gathered.flags & NONFINITE or self.shard.stragglers.too_few(self.arrived, ranks) or not self.arrived:
-            self.gradient = None
-        else:
-            self.gradient = self.shard.mean(gathered, self.arrived).to(self.device)
-        return gathered.flags
-
-    def give_gradients(self) -> None:
-        """To the pieces; those of parameters that no rank used get none."""
-        at = 0
-        assert self.gradient is not None
-        for (place, part), piece in zip(self.own, self.pieces, strict=True):
-            length = part.stop - part.start
-            used = self.note >> place & 1
-            gradient = self.gradient[at : at + length].view(piece.shape)
-            piece.grad = gradient.to(piece.dtype) if used else None
-            at += length
-
-    def publish(self) -> None:
-        """Tell all what this rank's slice has become: weights, or the mean gradient if every rank steps by itself."""
-        if not self.replicated:
-            self.shard.publish(self.master, self.held, self.shard.step)
-            return
-        assert self.gradient is not None
-        x = self.gradient.to("cpu")
-        if self.owned_residual is not None:
-            x = x + self.owned_residual
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self.means = Vector([p.grad for p in self.parameters if p.grad is not None])
-        self.shard.publish(x, self.means, self.shard.step)
-        if self.owned_residual is not None:
-            self.owned_residual = x - self.means.read(self.shard.own).to("cpu")
-
-    def fetch(self) -> None:
-        """Everybody's slices."""
-        self.shard.fetch_all(self.means if self.replicated else self.held)
 
 
 class ShardedOptimizerBase(Optimizer):
@@ -230,7 +106,8 @@ class ShardedOptimizerBase(Optimizer):
         self._move_states()
         self.steps = 0  # that all ranks have taken
         self.skipped = 0  # because of NaN or Inf
-        self._syncing, self._flags, self._gathered, self._norm = True, 0, False, None
+        self._syncing, self._flags, self._gathered = True, 0, False
+        self._norm: float | None = None
         self._stop = False
         self.stop_agreed = False
         self._traffic = ShardTraffic(0, 0, 0, 0)
@@ -394,9 +271,10 @@ class ShardedOptimizerBase(Optimizer):
         self.synchronize_gradients()
         if self._bad():
             return math.nan
-        self._norm = global_norm(self._means(), self.exchange, _NORM_TAGS + self.buckets[0].shard.step, self.stragglers)
-        clip_norm(self._means(), self._norm, max_norm)
-        return self._norm
+        norm = global_norm(self._means(), self.exchange, _NORM_TAGS + self.buckets[0].shard.step, self.stragglers)
+        clip_norm(self._means(), norm, max_norm)
+        self._norm = norm
+        return norm
 
     def _means(self) -> list[Tensor]:
         return [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
@@ -407,7 +285,7 @@ class ShardedOptimizerBase(Optimizer):
     # A step.
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with the mean of all ranks' gradients. Every rank must call it."""
         loss = None
         if closure is not None:
@@ -525,7 +403,7 @@ class ShardedOptimizerBase(Optimizer):
         return optimize(self, data)
 
     def settle(self) -> None:
-        """Wait for weights that were late, so that all ranks hold the same. Every rank must call it, and go on after it."""
+        """Wait for weights that were late, so that all ranks hold the same. Every rank must call it."""
         for bucket in self.buckets:
             bucket.shard.fetch_late(bucket.held)
 
@@ -548,7 +426,7 @@ class ShardedOptimizerBase(Optimizer):
         owned: dict[str, dict[str, Any]] = {}
         for bucket in self.buckets:
             residual = bucket.shard.states[0].get("residual") if len(bucket.shard.states) == 1 else None
-            for place, (start, stop) in enumerate(zip(bucket.held.starts, bucket.held.starts[1:], strict=False)):
+            for place, (start, stop) in enumerate(pairwise(bucket.held.starts)):
                 if isinstance(residual, Tensor):
                     residuals[places[id(bucket.parameters[place])]] = residual[start:stop]
             if bucket.owned_residual is not None:
@@ -588,9 +466,7 @@ class ShardedOptimizerBase(Optimizer):
                 piece = {"first": 0, "last": p.numel(), "weights": p.detach().view(-1), "master": None, "state": state}
                 found[id(p)] = [piece]
             return found
-        masters = {
-            id(piece): bucket.master is not None for bucket in self.buckets for piece in bucket.pieces
-        }
+        masters = {id(piece): bucket.master is not None for bucket in self.buckets for piece in bucket.pieces}
         for p in self._parameters:
             found[id(p)] = [
                 {
@@ -605,11 +481,11 @@ class ShardedOptimizerBase(Optimizer):
         return found
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from this rank's state, or from the states of all ranks that were saved, if these were others.
 
-        Every rank must call it. Weights are restored too. From the states of all ranks any number of ranks can go on, at
-        any stage: what compression has not sent yet is shared among them.
+        Every rank must call it. Weights are restored too. From the states of all ranks any number of ranks can go on,
+        at any stage: what compression has not sent yet is shared among them.
         """
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
         for state in states:
@@ -621,14 +497,16 @@ class ShardedOptimizerBase(Optimizer):
                 f"optimizer's {len(shapes)}."
             )
         if states[0]["wrapped"] != type(self.wrapped).__name__:
-            raise ConfigError(f"the state is of {states[0]['wrapped']}; this optimizer wraps {type(self.wrapped).__name__}.")
+            raise ConfigError(
+                f"the state is of {states[0]['wrapped']}; this optimizer wraps {type(self.wrapped).__name__}."
+            )
         mine, same = self._division(), self.fits(states[0])
         own = [state for state in states if state["rank"] == self.exchange.rank]
         if not same and len(states) != states[0]["ranks"]:
             there = {name: states[0][name] for name in mine}
             raise ConfigError(
-                f"the state is of {there}; this optimizer has {mine}. Give the states of all {states[0]['ranks']} ranks "
-                "to divide them anew."
+                f"the state is of {there}; this optimizer has {mine}. Give the states of all {states[0]['ranks']} "
+                "ranks to divide them anew."
             )
         if same and not own:
             raise ConfigError(f"the state is of rank {states[0]['rank']}; this is rank {self.exchange.rank}.")
@@ -650,7 +528,9 @@ class ShardedOptimizerBase(Optimizer):
 
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
-            raise ConfigError(f"the state has {len(groups)} parameter groups; this optimizer has {len(self.param_groups)}.")
+            raise ConfigError(
+                f"the state has {len(groups)} parameter groups; this optimizer has {len(self.param_groups)}."
+            )
         for mine, saved in zip(self.param_groups, groups, strict=True):
             for name, value in saved.items():
                 if name != _INNER:  # JSON has no tuples
@@ -671,13 +551,17 @@ class ShardedOptimizerBase(Optimizer):
                     target.detach().view(-1).copy_(truth.reshape(-1))
                 if piece["state"]:
                     self.wrapped.state[target] = {
-                        name: value.clone().to(target.device) if isinstance(value, Tensor) and value.dim() else _copied(value)
+                        name: value.clone().to(target.device)
+                        if isinstance(value, Tensor) and value.dim()
+                        else _copied(value)
                         for name, value in piece["state"].items()
                     }
 
     def _load_residuals(self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None) -> None:
         if own is None and any(each for state in states for each in state["codec_states"]):
-            raise ConfigError("the state of this codec cannot be divided anew; use one with error feedback, or without.")
+            raise ConfigError(
+                "the state of this codec cannot be divided anew; use one with error feedback, or without."
+            )
         places = {id(p): str(place) for place, p in enumerate(self._parameters)}
         for number, bucket in enumerate(self.buckets):
             bucket.shard.abort()
@@ -692,7 +576,7 @@ class ShardedOptimizerBase(Optimizer):
             if not isinstance(residual, Tensor):
                 continue
             fresh = torch.zeros_like(residual)
-            for place, (start, stop) in enumerate(zip(bucket.held.starts, bucket.held.starts[1:], strict=False)):
+            for place, (start, stop) in enumerate(pairwise(bucket.held.starts)):
                 key = places[id(bucket.parameters[place])]
                 # The mean of what the old ranks have not sent is what each new one has not sent.
                 for state in [own] if own is not None else states:
@@ -742,7 +626,9 @@ class ShardedOptimizerBase(Optimizer):
         whole = joined(states)
         state = {
             place: {
-                name: value.reshape(p.shape) if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == p.numel() else value
+                name: value.reshape(p.shape)
+                if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == p.numel()
+                else value
                 for name, value in whole[str(place)]["state"].items()
             }
             for place, p in enumerate(self._parameters)
@@ -773,8 +659,8 @@ class ShardedOptimizerBase(Optimizer):
     def full_precision(self) -> Iterator[None]:
         """Weights as the owners have them, in float32 where parameters are, for validation and export.
 
-        In between, parameters hold what travelled, which is behind by what compression has not sent yet. Every rank must
-        enter it.
+        Outside of it parameters hold what travelled, which is behind by what compression has not sent yet. Every rank
+        must enter it.
         """
         kept = [p.detach().clone() for p in self._parameters]
         with torch.no_grad():
@@ -790,6 +676,11 @@ class ShardedOptimizerBase(Optimizer):
                     p.detach().copy_(before)
 
     # What it is, for people.
+
+    @property
+    def peers(self) -> ProcessPeers:
+        """The ranks it is divided among."""
+        return self.exchange.peers
 
     @property
     def rounds(self) -> int:

@@ -43,11 +43,7 @@ def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             )
         pieces = [piece for piece in pieces if piece["last"] > piece["first"]] or pieces[:1]
         whole[key] = {"shape": shape, "weights": _whole(pieces, "weights"), "state": _whole_state(pieces)}
-        whole[key]["master"] = (
-            None
-            if any(piece["master"] is None for piece in pieces)
-            else _whole(pieces, "master")
-        )
+        whole[key]["master"] = None if any(piece["master"] is None for piece in pieces) else _whole(pieces, "master")
     return whole
 
 
@@ -80,8 +76,8 @@ def cut(whole: Mapping[str, Any], first: int, last: int, shape: Sequence[int]) -
             return value.reshape(-1)[first:last].clone().view(tuple(shape))
         if isinstance(value, Tensor) and value.dim() and last - first < numel:
             raise ConfigError(
-                f"a parameter of shape {whole['shape']} has state of shape {tuple(value.shape)}, which cannot be divided: "
-                "set partition='tensors'."
+                f"a parameter of shape {whole['shape']} has state of shape {tuple(value.shape)}, which cannot be "
+                "divided: set partition='tensors'."
             )
         return value.clone() if isinstance(value, Tensor) else value
 

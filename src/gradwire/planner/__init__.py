@@ -1,5 +1,5 @@
 """Which codec where. For now: the best codec for a number of bytes."""
 
-from gradwire.planner.budget import best_codec
+from gradwire.planner.budget import best_codec, relative_error
 
-__all__ = ["best_codec"]
+__all__ = ["best_codec", "relative_error"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from gradwire.sharding.clipping import clip_norm, clip_value, global_norm
 from gradwire.sharding.exchange import Exchange, InProcessExchange
 from gradwire.sharding.shard import NONFINITE, Gathered, Shard, Vector
 from gradwire.sharding.stragglers import StragglerPolicy, Stragglers
-from gradwire.transforms import ErrorFeedback, for_training
+from gradwire.transforms import for_training
+from gradwire.transforms.base import SenderTransform
 
 __all__ = ["AllReduceParameter", "FutureResult"]
 
@@ -82,7 +83,7 @@ class AllReduceParameter:
 
     def __init__(
         self,
-        id: int,
+        id: int,  # noqa: A002 - the document's name
         partition_num: int,
         size: int,
         param_offset: int = 1,
@@ -149,7 +150,10 @@ class AllReduceParameter:
         return self._abandoned
 
     def init(self, parameter: Tensor) -> tuple[int, int, int]:
-        """Begin with these weights, and publish the slice that lives here. Returns the partition, its start and length."""
+        """Begin with these weights, and publish the slice that lives here.
+
+        Returns the partition, the start of its slice and the length.
+        """
         local = self._windowed("parameter", parameter)
         start, length = self.local_partition_range
         self._held = local.detach().to("cpu", torch.float32, copy=True)
@@ -293,4 +297,4 @@ def _there(tensor: Tensor | None) -> Tensor:
 
 def _without_feedback(what: str | Codec) -> str | Codec:
     chosen = for_training(what)
-    return chosen.inner if isinstance(chosen, ErrorFeedback) else what
+    return chosen.inner if isinstance(chosen, SenderTransform) else what

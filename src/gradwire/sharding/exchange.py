@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from gradwire.collectives import connect
+from gradwire.collectives.connect import connect
 from gradwire.collectives.peers import Swap
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.collectives.sockets import SocketPeers
@@ -131,9 +132,9 @@ class ProcessGroupExchange:
     _leaving: deque[Swap] = field(default_factory=deque, repr=False)  # what gloo has not sent yet, perhaps
 
     @classmethod
-    def of(cls, group: object = None, *, timeout_s: float = 300.0) -> ProcessGroupExchange:
+    def of(cls, group: ProcessGroup | None = None, *, timeout_s: float = 300.0) -> ProcessGroupExchange:
         """Connect the ranks of a group, or of all; every one of them must call it."""
-        return cls(connect(group, timeout_s=timeout_s))  # type: ignore[arg-type]
+        return cls(connect(group, timeout_s=timeout_s))
 
     @property
     def rank(self) -> int:

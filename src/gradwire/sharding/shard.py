@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -61,7 +62,7 @@ class Vector:
         """The tensors that a slice meets, by their place, and which part of each."""
         return [
             (place, slice(max(0, where.start - start), min(stop, where.stop) - start))
-            for place, (start, stop) in enumerate(zip(self.starts, self.starts[1:], strict=False))
+            for place, (start, stop) in enumerate(pairwise(self.starts))
             if max(start, where.start) < min(stop, where.stop)
         ]
 
@@ -165,7 +166,7 @@ class Shard:
 
     def dense_bytes(self) -> int:
         """What this partition would send of float32 gradients in a step, and once more of weights."""
-        return 4 * (self.size - (self.own.stop - self.own.start))
+        return 4 * (self.size - self.specs[self.me].numel)
 
     def _fresh(self) -> list[State]:
         if self._feedback is not None:
@@ -194,11 +195,8 @@ class Shard:
         ``note`` is a number of ``note_bytes`` that all owners are told.
         """
         self._begin()
-        key, messages, bad = self._key(self.step), {}, False
-        if self._stateful:
-            messages, bad = self._encode_stateful(gradient, key)
-        else:
-            messages, bad = self._encode(gradient, key)
+        encode = self._encode_stateful if self._stateful else self._encode
+        messages, bad = encode(gradient, self._key(self.step))
         flags |= NONFINITE if bad else 0
         written = _bytes_of(note, self.note_bytes)
         for rank, message in messages.items():

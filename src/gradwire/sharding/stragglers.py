@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.errors import ConfigError
 
-__all__ = ["Stragglers", "StragglerPolicy"]
+__all__ = ["StragglerPolicy", "Stragglers"]
 
 
 @dataclass(frozen=True)

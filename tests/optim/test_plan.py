@@ -1,0 +1,75 @@
+"""Plans keep their ratio, whatever the model."""
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gradwire import ConfigError
+from gradwire.optim.plan import make_plan
+
+SHAPES = st.lists(
+    st.one_of(st.tuples(st.integers(1, 3000)), st.tuples(st.integers(1, 200), st.integers(1, 400))),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=SHAPES, ranks=st.integers(1, 9), ratio=st.floats(1e-4, 1), quantize=st.booleans(), sparsify=st.booleans(),
+    whole=st.booleans(), bucket=st.integers(1024, 200_000),
+)  # fmt: skip
+def test_the_ratio_is_kept_or_refused(shapes, ranks, ratio, quantize, sparsify, whole, bucket):
+    assume(quantize or sparsify)
+    how = {"quantize": quantize, "sparsify": sparsify, "whole": whole, "bucket_bytes": bucket}
+    try:
+        plan = make_plan(shapes, ranks, ratio=ratio, **how)
+    except ConfigError as error:
+        assert "`compression_ratio` must be larger" in str(error)
+        return
+    for rank in range(ranks):
+        for sent, dense in zip(plan.sent_bytes(rank), plan.dense_bytes(rank), strict=True):
+            assert sent <= ratio * dense
+    assert sorted(place for each in plan.buckets for place in each.places) == list(range(len(shapes)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=SHAPES, ranks=st.integers(1, 9), whole=st.booleans(), bucket=st.integers(1024, 200_000))
+def test_every_element_has_one_owner(shapes, ranks, whole, bucket):
+    plan = make_plan(shapes, ranks, ratio=None, whole=whole, bucket_bytes=bucket)
+    for each in plan.buckets:
+        edges = [(where.start, where.stop) for where in each.slices]
+        sizes = [_numel(shapes[place]) for place in each.places]
+        assert edges[0][0] == 0
+        assert edges[-1][1] == sum(sizes)
+        assert all(one[1] == other[0] for one, other in zip(edges, edges[1:], strict=False))
+        if whole:
+            starts = {sum(sizes[:count]) for count in range(len(sizes) + 1)}
+            assert {edge for pair in edges for edge in pair} <= starts
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001])
+def test_a_model_of_usual_size_can_have_any_ratio(ratio):
+    shapes = [(384, 384), (384,)] * 40
+    plan = make_plan(shapes, 4, ratio=ratio)
+    assert plan.keeps(ratio)
+    assert plan.sent_bytes(0)[0] > 0.5 * ratio * plan.dense_bytes(0)[0]  # and uses what it may
+
+
+def test_whole_tensors_are_shared_out_evenly():
+    shapes = [(100, 100)] * 16 + [(50,)] * 8
+    plan = make_plan(shapes, 4, ratio=None, whole=True, bucket_bytes=100_000)
+    loads = [sum(each.slices[rank].stop - each.slices[rank].start for each in plan.buckets) for rank in range(4)]
+    assert max(loads) - min(loads) <= 10_000
+
+
+def test_a_model_that_is_too_small_for_a_ratio():
+    with pytest.raises(ConfigError, match=r"`compression_ratio` must be larger for a model of 6 parameters on 2 ranks"):
+        make_plan([(2, 3)], 2, ratio=0.1)
+
+
+def _numel(shape):
+    total = 1
+    for each in shape:
+        total *= each
+    return total
