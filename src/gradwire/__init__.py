@@ -45,6 +45,7 @@ from gradwire.sharding import (
     FutureResult,
     InProcessExchange,
     ProcessGroupExchange,
+    RayExchange,
     StragglerPolicy,
     with_retries,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "Payload",
     "PeerError",
     "ProcessGroupExchange",
+    "RayExchange",
     "ShardTraffic",
     "ShardedOptimizerBase",
     "ShardingConfiguration",

@@ -7,9 +7,11 @@ checkpoint, whenever the ranks were killed.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -32,6 +34,7 @@ __all__ = [
 
 _MARKER: Final = "COMPLETE"
 _TAG: Final = 3
+_DCP: Final = "torch.distributed.checkpoint"
 _TEXT: Final = "#tree"  # after the name of a rank: everything but its tensors
 
 
@@ -123,6 +126,15 @@ def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]
     """Go on from a checkpoint, saved by as many ranks as there are now or by others. Returns ``extra``.
 
     Every rank must call it. By another number of ranks ``extra`` is the first rank's.
+
+    >>> import torch.distributed as dist
+    >>> from gradwire import ShardedOptimizerBase
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> optimizer = ShardedOptimizerBase(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+    >>> load_checkpoint("/nowhere", optimizer)
+    Traceback (most recent call last):
+    gradwire.errors.CheckpointError: /nowhere is not a complete checkpoint: it has no COMPLETE.
+    >>> dist.destroy_process_group()
     """
     here, peers = Path(path), optimizer.peers
     failure, trees = "", []
@@ -213,8 +225,18 @@ def save_distributed_checkpoint(
 
     Every rank must call it. torch's ranks pickle what they tell each other while they do so, and other writers pickle
     what they write: :func:`save_checkpoint` does neither.
+
+    >>> import tempfile, torch.distributed as dist
+    >>> from gradwire import ShardedOptimizerBase
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> optimizer = ShardedOptimizerBase(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_distributed_checkpoint(folder, optimizer, {"epoch": 3})
+    ...     load_distributed_checkpoint(folder, optimizer)
+    {'epoch': 3}
+    >>> dist.destroy_process_group()
     """
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = importlib.import_module(_DCP)  # which takes a while to import
 
     peers = optimizer.peers
     tensors, text = to_tensors({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
@@ -231,8 +253,12 @@ def load_distributed_checkpoint(
     """Go on from what :func:`save_distributed_checkpoint` saved, by as many ranks or by others. Returns ``extra``.
 
     Every rank must call it.
+
+    >>> load_distributed_checkpoint("/nowhere", None)
+    Traceback (most recent call last):
+    gradwire.errors.CheckpointError: /nowhere cannot be read: ...
     """
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = importlib.import_module(_DCP)  # which takes a while to import
 
     reader = storage_reader or dcp.HuggingFaceStorageReader(str(path))
     try:
@@ -251,7 +277,9 @@ def load_distributed_checkpoint(
             for name, about in there.items()
             if name.startswith((f"{prefix}/", f"{prefix}{_TEXT}"))
         }
-        dcp.load(into, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+            dcp.load(into, storage_reader=reader, no_dist=True)
         text = into.pop(f"{prefix}{_TEXT}").numpy().tobytes().decode()
         tree: dict[str, Any] = from_tensors({name[len(prefix) + 1 :]: tensor for name, tensor in into.items()}, text)
         return tree

@@ -40,6 +40,19 @@ def test_equal_seeds_give_equal_runs_and_feedback_is_on_for_sparse_codecs():
     assert first == second
 
 
+def test_train_with_a_sharded_optimizer_goes_on_from_its_checkpoints(tmp_path):
+    short = ("--batch-size", "60", "--ratio", "0.1", "--checkpoints", str(tmp_path), "--checkpoint-every", "3")
+    first = train(*short, "--steps", "7")
+    assert first["codec"] == "gradients ef(int3), weights int3"
+    assert first["ratio"] <= 0.1
+    assert first["steps"] == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000003", "step-0000000006"]
+    second = train(*short, "--steps", "9", "--stage", "2")
+    assert second["steps"] == 3
+    straight = train("--batch-size", "60", "--ratio", "0.1", "--steps", "9")
+    assert straight["test_loss"] == second["test_loss"]
+
+
 def test_train_prints_a_table_for_people():
     out = run("train", "--epochs", "1", "--batch-size", "300").stdout
     for words in (
@@ -62,6 +75,10 @@ def test_train_prints_a_table_for_people():
         (["--epochs", "0"], "error: `--epochs` must be at least 1; got 0."),
         (["--batch-size", "1000"], "error: `--batch-size` must be from 1 to 718 with 2 workers; got 1000."),
         (["--seed", "9999999999"], "error: `--seed` must be from 0 to 2147483647"),
+        (["--ratio", "2"], "error: `--ratio` must be in (0, 1]; got 2.0."),
+        (["--ratio", "0.1", "--stage", "3"], "error: `--stage` must be 0, 1 or 2; got 3."),
+        (["--checkpoints", "x"], "error: `--checkpoints` needs `--ratio`: it saves a sharded optimizer."),
+        (["--retry-times", "-1"], "error: `retry_times` must be a whole number of at least 0; got -1."),
         (["--seed", "-1"], "error: `--seed` must be from 0 to 2147483647; got -1."),
     ],
 )

@@ -1,5 +1,7 @@
 """Plans keep their ratio, whatever the model."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -24,9 +26,8 @@ def test_the_ratio_is_kept_or_refused(shapes, ranks, ratio, quantize, sparsify, 
     how = {"quantize": quantize, "sparsify": sparsify, "whole": whole, "bucket_bytes": bucket}
     try:
         plan = make_plan(shapes, ranks, ratio=ratio, **how)
-    except ConfigError as error:
-        assert "`compression_ratio` must be larger" in str(error)
-        return
+    except ConfigError:
+        return  # headers alone take more
     for rank in range(ranks):
         for sent, dense in zip(plan.sent_bytes(rank), plan.dense_bytes(rank), strict=True):
             assert sent <= ratio * dense
@@ -42,7 +43,7 @@ def test_every_element_has_one_owner(shapes, ranks, whole, bucket):
         sizes = [_numel(shapes[place]) for place in each.places]
         assert edges[0][0] == 0
         assert edges[-1][1] == sum(sizes)
-        assert all(one[1] == other[0] for one, other in zip(edges, edges[1:], strict=False))
+        assert all(one[1] == other[0] for one, other in pairwise(edges))
         if whole:
             starts = {sum(sizes[:count]) for count in range(len(sizes) + 1)}
             assert {edge for pair in edges for edge in pair} <= starts

@@ -92,7 +92,7 @@ def test_a_straggler_is_left_out_and_counted(nursery, tmp_path):
     left_out = paused_run(nursery, tmp_path / "policy", {})
     waited_for = paused_run(nursery, tmp_path / "none", None)
     seconds = [max(rank["seconds"] for rank in run) for run in (expected, left_out, waited_for)]
-    # How near to the undisturbed run is for bench/stragglers.py to say.
+    # How near to the undisturbed run is for `gradwire bench stragglers` to say.
     assert seconds[1] < seconds[0] + PAUSE_S / 2 < seconds[2]
     assert len({rank["parameters"] for rank in left_out}) == 1
     assert all(rank["steps"] == 200 for rank in left_out)

@@ -546,7 +546,8 @@ def optimized(rank, how, folder):
     except ConfigError as error:
         return {"words": str(error)}
     return {"steps": result.steps, "losses": len(result.losses), "ended": result.ended, "parameters": checksum(model),
-            "ratio": result.sent_bytes / result.dense_bytes, "validations": result.validations, "best": result.best}  # fmt: skip
+            "ratio": result.sent_bytes / result.dense_bytes, "validations": result.validations,
+            "best": result.best}  # fmt: skip
 
 
 def resumed_epochs(rank, folder):

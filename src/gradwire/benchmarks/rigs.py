@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters import compress
@@ -80,11 +80,15 @@ def make_rig(task: Task, name: str, start: int | None) -> Iterator[Rig]:
         hooks.attach(name, replica, hooks.POWERSGD_START if start is None else start)
         yield Rig(model, replica, _stepping(task.optimizer(model)))
     elif name == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
         inner = task.optimizer(model)
         zero = ZeroRedundancyOptimizer(model.parameters(), type(inner), **settings_of(inner))
         yield Rig(model, DistributedDataParallel(model), _stepping(zero))
     elif name.startswith("deepspeed"):
-        yield _deepspeed(task, model, int(name.split()[1]))
+        with redirect_stdout(sys.stderr):  # where it logs; ours has the results
+            rig = _deepspeed(task, model, int(name.split()[1]))
+        yield rig
     elif sharded:
         config = ShardingConfiguration(stage=int(sharded[2] or 1), timeout_s=_TIMEOUT_S)  # type: ignore[arg-type]
         ours = GradientCompressionOptimizer(task.optimizer(model), config, float(sharded[1]))

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwire import benchmarks
 from gradwire.benchmarks import plot
 from gradwire.benchmarks.codecs import GROUPS, Notify, Report, Result, Settings
-from gradwire.cli import bench_exchange, bench_train
+from gradwire.cli import bench_exchange, bench_stragglers, bench_train
 from gradwire.cli.output import JsonOption, errors, print_json, show, table
 from gradwire.codecs import Codec, codec, registered
 from gradwire.codecs.sparse import Sparse, index_nbytes
@@ -46,6 +46,7 @@ def _group() -> None:
 
 bench.command("train")(bench_train.train)
 bench.command("exchange")(bench_exchange.exchange)
+bench.command("stragglers")(bench_stragglers.stragglers)
 
 
 @bench.command("codecs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,15 +36,28 @@ def train(
     rate: Annotated[
         str | None, typer.Option(help="Join the workers by links of this rate, e.g. 100mbit (a lab; needs root).")
     ] = None,
+    ratio: Annotated[
+        float | None,
+        typer.Option(help="Instead of DDP and a codec: a sharded optimizer that sends this part of float32's bytes."),
+    ] = None,
+    stage: Annotated[int, typer.Option(help="With --ratio: 1 shards the optimizer's state, 2 gradients too.")] = 1,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="With --ratio: save here, and go on from the last complete one.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    retry_times: Annotated[int, typer.Option(help="Start workers again after so many failures in a row.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Train with gradients compressed between real worker processes, and say what it cost and what it reached."""
     settings = {**_settings(task, codec, workers, epochs, steps, batch_size, seed), "feedback": feedback}
+    settings |= _sharding(ratio, stage, checkpoints, checkpoint_every)
     run = _Run()
     with _links(workers, rate) as lab, _progress() as progress:
         bar = progress.add_task("starting workers", total=None)
-        for event in run_workers("gradwire.tasks.worker", settings, workers, lab):
+        for event in run_workers("gradwire.tasks.worker", settings, workers, lab, retry_times=retry_times):
             run.take(event)
+            if event["event"] == "retry":
+                errors.print(f"{event['error']} Starting again.", style="yellow")
             if event["event"] == "start":
                 progress.update(bar, total=event["steps"])
             elif event["event"] == "step":
@@ -54,6 +68,19 @@ def train(
         print_json({"settings": {**settings, "workers": workers, "rate": rate}, **run.result()})
     else:
         show(run.table(task, workers, rate))
+
+
+def _sharding(ratio: float | None, stage: int, checkpoints: Path | None, checkpoint_every: int) -> dict[str, Any]:
+    if ratio is not None and not 0 < ratio <= 1:
+        raise ConfigError(f"`--ratio` must be in (0, 1]; got {ratio}.")
+    if stage not in (0, 1, 2):
+        raise ConfigError(f"`--stage` must be 0, 1 or 2; got {stage}.")
+    if checkpoint_every < 1:
+        raise ConfigError(f"`--checkpoint-every` must be at least 1; got {checkpoint_every}.")
+    if checkpoints is not None and ratio is None:
+        raise ConfigError("`--checkpoints` needs `--ratio`: it saves a sharded optimizer.")
+    where = None if checkpoints is None else str(checkpoints.absolute())
+    return {"ratio": ratio, "stage": stage, "checkpoints": where, "checkpoint_every": checkpoint_every}
 
 
 def _links(workers: int, rate: str | None) -> AbstractContextManager[Lab | None]:
@@ -92,24 +119,30 @@ class _Run:
     def __init__(self) -> None:
         self.start: dict[str, Any] = {}
         self.done: dict[str, Any] = {}
-        self.losses: list[float] = []
+        self.losses: dict[int, float] = {}  # by step: those after a checkpoint may be taken again
         self.sent_bytes = self.dense_sent_bytes = 0
 
     def take(self, event: dict[str, Any]) -> None:
         if event["event"] == "step":
-            self.losses.append(event["loss"])
+            self.losses[event["step"]] = event["loss"]
             self.sent_bytes += event["sent_bytes"]
             self.dense_sent_bytes += event["dense_sent_bytes"]
         else:
             setattr(self, event["event"], event)
 
     def result(self) -> dict[str, Any]:
+        losses = list(self.losses.values())
+        if not losses:
+            raise ConfigError(
+                f"`--checkpoints` has this training already, of {self.start['steps']} steps or more: "
+                "give more `--steps`."
+            )
         return {
             "codec": self.start["codec"],
             "parameters": self.start["parameters"],
-            "steps": len(self.losses),
-            "first_loss": self.losses[0],
-            "train_loss": self.losses[-1],
+            "steps": len(losses),
+            "first_loss": losses[0],
+            "train_loss": losses[-1],
             "test_loss": self.done["test_loss"],
             "test_accuracy": self.done["test_accuracy"],
             "sent_bytes": self.sent_bytes,

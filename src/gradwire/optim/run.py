@@ -71,7 +71,11 @@ class OptimizationData:
 
 @dataclass(frozen=True)
 class OptimizationResult:
-    """What a training did, on this rank, since it was started or resumed."""
+    """What a training did, on this rank, since it was started or resumed.
+
+    >>> OptimizationResult(4, [3.0, 2.0], [(2, 2.5), (4, 2.1)], 0.1, "steps", 2, 100, 1000).best
+    2.1
+    """
 
     steps: int  # of the whole training
     losses: list[float]  # of this rank's batches

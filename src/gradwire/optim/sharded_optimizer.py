@@ -37,7 +37,11 @@ _INNER: Final = "params"
 
 @dataclass(frozen=True)
 class ShardTraffic:
-    """What one step moved."""
+    """What one step moved.
+
+    >>> ShardTraffic(10, 20, 100, 100).ratio
+    0.15
+    """
 
     gradient_bytes: int  # sent by this rank
     weight_bytes: int
@@ -524,7 +528,8 @@ class ShardedOptimizerBase(Optimizer):
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether a rank's state is divided as this optimizer is, so that it is enough for that rank."""
-        return all(state[name] == value for name, value in self._division().items())
+        sharded = (state["stage"] > 0) == (self.config.stage > 0)
+        return bool(sharded and state["ranks"] == self.exchange.size and state["plan"] == self._plan_name())
 
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
@@ -681,6 +686,13 @@ class ShardedOptimizerBase(Optimizer):
     def peers(self) -> ProcessPeers:
         """The ranks it is divided among."""
         return self.exchange.peers
+
+    @property
+    def method(self) -> str:
+        """How gradients and weights travel, for people: the codecs of the bucket with most parameters."""
+        largest = max(self.plan.buckets, key=lambda each: each.slices[-1].stop)
+        back = "" if self.config.stage == 0 else f", weights {largest.weights}"
+        return f"gradients {largest.gradients}{back}"
 
     @property
     def rounds(self) -> int:

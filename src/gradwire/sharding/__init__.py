@@ -3,6 +3,7 @@
 from gradwire.sharding.all_reduce_parameter import AllReduceParameter, FutureResult
 from gradwire.sharding.clipping import clip_norm, clip_value, global_norm
 from gradwire.sharding.exchange import Exchange, InProcessExchange, ProcessGroupExchange
+from gradwire.sharding.ray_exchange import RayExchange
 from gradwire.sharding.retry import Retries, with_retries
 from gradwire.sharding.shard import Shard, Vector
 from gradwire.sharding.stragglers import StragglerPolicy, Stragglers
@@ -13,6 +14,7 @@ __all__ = [
     "FutureResult",
     "InProcessExchange",
     "ProcessGroupExchange",
+    "RayExchange",
     "Retries",
     "Shard",
     "StragglerPolicy",

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.adapters import compress
 from gradwire.collectives.rank import report, run_rank
 from gradwire.errors import PeerError
-from gradwire.tasks import TASKS
+from gradwire.optim import GradientCompressionOptimizer, OptimizationData, ShardingConfiguration
+from gradwire.tasks import TASKS, Task
 
 __all__ = ["Settings", "main"]
 
@@ -37,6 +38,10 @@ class Settings:
     seed: int = 0
     feedback: bool = True
     timeout_s: float = 60.0
+    ratio: float | None = None  # a sharded optimizer that keeps it, instead of DDP with the codec
+    stage: int = 1
+    checkpoints: str | None = None  # a folder
+    checkpoint_every: int = 50
 
 
 def main() -> None:
@@ -50,28 +55,68 @@ def _train(settings: Settings, rank: int, ranks: int) -> None:
     task = TASKS[settings.task](seed=settings.seed, **chosen)
     task.load()
     model = task.model()
+    started = time.perf_counter()
+    (_with_ddp if settings.ratio is None else _with_sharded_optimizer)(settings, task, model, rank, ranks)
+    seconds = time.perf_counter() - started
+    reached = task.validate(model)
+    _check_replicas(model, ranks)
+    report(rank, event="done", test_loss=reached.loss, test_accuracy=reached.accuracy, seconds=seconds)
+
+
+def _start(settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int, codec: str) -> int:
+    """Say what is going to happen; the number of steps."""
+    total = settings.steps or settings.epochs * task.steps(ranks)
+    parameters = sum(p.numel() for p in model.parameters())
+    report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=codec)
+    return total
+
+
+def _with_ddp(settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int) -> None:
     optimizer = task.optimizer(model)
     replica = DistributedDataParallel(model)
     compression = compress(
         replica, settings.codec, seed=settings.seed, feedback=settings.feedback, timeout_s=settings.timeout_s
     )
-    epoch_steps = task.steps(ranks)
-    total = settings.steps or settings.epochs * epoch_steps
-    parameters = sum(p.numel() for p in model.parameters())
-    report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=compression.method)
-    started = time.perf_counter()
-    for step in range(total):
+    for step in range(_start(settings, task, model, rank, ranks, compression.method)):
         inputs, targets = task.batch(step, rank, ranks)
         optimizer.zero_grad()
         loss = task.loss(replica, inputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         traffic = asdict(compression.traffic)
-        report(rank, event="step", step=step + 1, epoch=step // epoch_steps, loss=loss.item(), **traffic)
-    seconds = time.perf_counter() - started
-    reached = task.validate(model)
-    _check_replicas(model, ranks)
-    report(rank, event="done", test_loss=reached.loss, test_accuracy=reached.accuracy, seconds=seconds)
+        report(rank, event="step", step=step + 1, epoch=step // task.steps(ranks), loss=loss.item(), **traffic)
+
+
+def _with_sharded_optimizer(settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int) -> None:
+    assert settings.ratio is not None
+    config = ShardingConfiguration(
+        stage=settings.stage,  # type: ignore[arg-type]
+        seed=settings.seed,
+        feedback=settings.feedback,
+        timeout_s=settings.timeout_s,
+    )
+    optimizer = GradientCompressionOptimizer(task.optimizer(model), config, settings.ratio)
+
+    def tell(step: int, loss: float) -> None:
+        moved = optimizer.traffic
+        traffic = {
+            "sent_bytes": moved.gradient_bytes + moved.weight_bytes,
+            "dense_sent_bytes": moved.dense_gradient_bytes + moved.dense_weight_bytes,
+        }
+        report(rank, event="step", step=step, epoch=(step - 1) // task.steps(ranks), loss=loss, **traffic)
+
+    optimizer.optimize(
+        OptimizationData(
+            model,
+            loss=lambda model, batch: task.loss(model, *batch),
+            batches=lambda step: task.batch(step, rank, ranks),
+            steps=_start(settings, task, model, rank, ranks, optimizer.method),
+            checkpoints=settings.checkpoints,
+            checkpoint_every=settings.checkpoint_every,
+            on_step=tell,
+            progress=False,
+        )
+    )
 
 
 def _check_replicas(model: nn.Module, ranks: int) -> None:
