@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: train test test-triton lint bench docs golden sanitize setup clean
+.PHONY: train test test-triton test-ray lint bench docs golden sanitize setup clean
 
 setup: $(READY)
 
@@ -46,6 +46,12 @@ test-triton:  ## the CUDA kernels on the CPU, under Triton's interpreter; an env
 	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev]' 'triton==3.6.0'
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -n auto tests/kernels/test_triton.py
 
+test-ray:  ## the exchange by Ray's object store; an environment of its own, and a network: Ray looks for public addresses
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev]' 'ray>=2.40'
+	GRADWIRE_TEST_RAY=1 unshare --map-root-user --net bash -c 'ip link set lo up; exec "$$@"' _ \
+		.venv-ray/bin/python -m pytest -p no:xdist tests/sharding/test_ray.py
+
 docs: $(READY)  ## the site, into site/
 	$(BIN)/mkdocs build --strict
 
@@ -53,4 +59,4 @@ golden: $(READY)  ## freeze the bytes of codecs that have no golden file yet; ol
 	$(BIN)/python -m tests.golden.freeze
 
 clean:
-	rm -rf .venv .venv-triton build dist site
+	rm -rf .venv .venv-triton .venv-ray build dist site

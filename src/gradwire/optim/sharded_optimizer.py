@@ -62,6 +62,7 @@ class ShardedOptimizerBase(Optimizer):
     optimizer step the slice there, and brings the new weights to everybody. Hyperparameters are those of
     ``param_groups``, as ever: learning rate schedulers work on this optimizer. Nothing is compressed here.
 
+    >>> import torch.distributed as dist
     >>> model = nn.Linear(3, 2)
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> optimizer = ShardedOptimizerBase(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -396,6 +397,7 @@ class ShardedOptimizerBase(Optimizer):
     def optimize(self, data: OptimizationData) -> OptimizationResult:
         """Train a model: every rank calls it with batches of its own.
 
+        >>> import torch.distributed as dist
         >>> model = nn.Linear(2, 1)
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> optimizer = ShardedOptimizerBase(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -17,6 +17,7 @@ from gradwire.extras import require
 __all__ = ["RayExchange"]
 
 _THREADS: Final = 8
+_LINGER_S: Final = 30.0
 
 
 class _Mailbox:
@@ -25,9 +26,17 @@ class _Mailbox:
     def __init__(self) -> None:
         self.left: dict[int, list[tuple[int, int, list[Any]]]] = {}
         self.closed: set[int] = set()
+        self.unread = Counter[int]()  # blocks that have not been fetched, by who left them
 
     def put(self, source: int, to: int, tag: int, reference: list[Any]) -> None:
+        self.unread[source] += 1
         self.left.setdefault(to, []).append((source, tag, reference))
+
+    def fetched(self, source: int) -> None:
+        self.unread[source] -= 1
+
+    def unread_of(self, source: int) -> int:
+        return self.unread[source]
 
     def take(self, to: int) -> tuple[list[tuple[int, int, list[Any]]], list[int]]:
         return self.left.pop(to, []), sorted(self.closed)
@@ -37,9 +46,10 @@ class _Mailbox:
 
 
 class RayExchange:
-    """Partitions are Ray tasks or actors, which find each other by a name. Make it with :meth:`of`, in each of them.
+    """Partitions are Ray tasks or actors. The program that starts them makes a :meth:`mailbox` and hands it to each.
 
-    A thread asks for new blocks and fetches them, several at a time, so that they are there when they are taken.
+    A thread asks for new blocks and fetches them, several at a time, so that they are there when they are taken. Blocks
+    end with the process that left them: close an exchange when its partition is done.
 
     >>> RayExchange.__name__
     'RayExchange'
@@ -58,13 +68,15 @@ class RayExchange:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="gradwire-ray")
         self._thread.start()
 
+    @staticmethod
+    def mailbox() -> Any:
+        """An actor through which partitions tell each other of blocks; it lives as long as somebody has it."""
+        return require("ray", purpose="RayExchange").remote(num_cpus=0)(_Mailbox).remote()
+
     @classmethod
-    def of(cls, name: str, rank: int, size: int, *, timeout_s: float = 300.0, poll_s: float = 0.002) -> RayExchange:
-        """Join the partitions that use this name, as number ``rank`` of ``size``."""
-        ray = require("ray", purpose="RayExchange")
-        actor = ray.remote(num_cpus=0)(_Mailbox)
-        mailbox = actor.options(name=f"gradwire-{name}", get_if_exists=True).remote()
-        return cls(ray, mailbox, rank, size, timeout_s, poll_s)
+    def of(cls, mailbox: Any, rank: int, size: int, *, timeout_s: float = 300.0, poll_s: float = 0.002) -> RayExchange:
+        """Join the partitions that use this mailbox, as number ``rank`` of ``size``."""
+        return cls(require("ray", purpose="RayExchange"), mailbox, rank, size, timeout_s, poll_s)
 
     def put(self, to: int, tag: int, block: Tensor) -> None:
         """Into the object store; the receiver is told where."""
@@ -92,11 +104,16 @@ class RayExchange:
         return None
 
     def close(self) -> None:
-        """Tell the others."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._mailbox.close.remote(self.rank)
-            self._pool.shutdown(wait=False)
+        """Tell the others, and wait until they have what was left for them, for a while."""
+        if self._closed.is_set():
+            return
+        end = time.monotonic() + min(self.timeout_s, _LINGER_S)
+        self._ray.get(self._mailbox.close.remote(self.rank))
+        while time.monotonic() < end and self._ray.get(self._mailbox.unread_of.remote(self.rank)) > 0:
+            time.sleep(self._poll_s)
+        self._closed.set()
+        self._thread.join()
+        self._pool.shutdown()
 
     def _watch(self) -> None:
         try:
@@ -119,6 +136,7 @@ class RayExchange:
         except Exception as error:
             self._fail(error)
             return
+        self._mailbox.fetched.remote(source)
         with self._arrived:
             self._blocks[source, tag] = block
             self._fetching[source] -= 1
