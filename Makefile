@@ -4,6 +4,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
+# Files that share groups of ranks among their tests.
+GROUPS := tests/adapters tests/optim
+
 .PHONY: train test test-triton test-ray lint bench docs golden sanitize setup clean
 
 setup: $(READY)
@@ -19,8 +22,8 @@ train: $(READY)  ## the main job: two workers train the digits CNN with compress
 	$(BIN)/gradwire train $(ARGS)
 
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal --ignore tests/adapters $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/adapters $(ARGS)  # a file shares its groups of ranks
+	$(BIN)/python -m pytest -n auto --dist worksteal $(addprefix --ignore=,$(GROUPS)) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(GROUPS) $(ARGS)
 
 lint: $(READY)  ## style, types, and the direction of imports
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from gradwire.checkpoint import (
     save_distributed_checkpoint,
 )
 from gradwire.codecs import Codec, Laws, Layout, Part, codec, register, registered
+from gradwire.coordinator import DistributedGradientsCoordinator, DistributedModelParametersCoordinator, Staleness
 from gradwire.errors import (
     CheckpointError,
     ConfigError,
@@ -29,6 +30,8 @@ from gradwire.errors import (
     MissingExtraError,
     NonFiniteError,
     PeerError,
+    QueueFullError,
+    StaleGradientError,
     WireError,
 )
 from gradwire.optim import (
@@ -60,6 +63,8 @@ __all__ = [
     "Codec",
     "Compression",
     "ConfigError",
+    "DistributedGradientsCoordinator",
+    "DistributedModelParametersCoordinator",
     "FutureResult",
     "GradientCompressionOptimizer",
     "GradwireError",
@@ -76,10 +81,13 @@ __all__ = [
     "Payload",
     "PeerError",
     "ProcessGroupExchange",
+    "QueueFullError",
     "RayExchange",
     "ShardTraffic",
     "ShardedOptimizerBase",
     "ShardingConfiguration",
+    "StaleGradientError",
+    "Staleness",
     "StragglerPolicy",
     "TensorSpec",
     "WireError",

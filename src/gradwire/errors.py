@@ -8,6 +8,8 @@
     ├── NonFiniteError      (also ArithmeticError)  NaN or Inf where a gradient was expected
     ├── PeerError           (also RuntimeError)     another rank failed, or disagrees with this one
     ├── CheckpointError     (also RuntimeError)     a checkpoint that cannot be written, or is not whole
+    ├── StaleGradientError  (also ValueError)       a gradient of parameters that are too old by now
+    ├── QueueFullError      (also RuntimeError)     more gradients than the coordinator may keep
     ├── LabError            (also RuntimeError)     a lab of network namespaces cannot be made, found or used
     └── MissingExtraError   (also ImportError)      an optional part is not installed
 """
@@ -20,6 +22,8 @@ __all__ = [
     "MissingExtraError",
     "NonFiniteError",
     "PeerError",
+    "QueueFullError",
+    "StaleGradientError",
     "WireError",
 ]
 
@@ -74,6 +78,29 @@ class CheckpointError(GradwireError, RuntimeError):
     """A checkpoint cannot be written, or is incomplete or damaged; the message names the file.
 
     >>> issubclass(CheckpointError, RuntimeError)
+    True
+    """
+
+
+class StaleGradientError(GradwireError, ValueError):
+    """A gradient was computed with parameters that are too many versions old; ``current`` is the present version.
+
+    >>> StaleGradientError(3, 9, 4).current
+    9
+    """
+
+    def __init__(self, version: int, current: int, bound: int) -> None:
+        super().__init__(
+            f"the gradient is of version {version}, {current - version} behind the present one, {current}; at most "
+            f"{bound} is allowed. Read the parameters again."
+        )
+        self.version, self.current, self.bound = version, current, bound
+
+
+class QueueFullError(GradwireError, RuntimeError):
+    """More gradients wait than may; add them again later.
+
+    >>> issubclass(QueueFullError, RuntimeError)
     True
     """
 

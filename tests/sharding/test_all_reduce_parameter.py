@@ -165,6 +165,20 @@ def test_codecs_for_whole_tensors_are_refused():
         AllReduceParameter(0, 1, 10, compress_weights="ef(int4)")
 
 
+@pytest.mark.parametrize("codec", ["fp16", "int8", "int4", "int3", "int2", "sign", "topk:0.1", "topk:0.1+int4"])
+def test_zero_decodes_to_zero(codec):
+    parameters = group(3, 700, compress=codec)
+    begin(parameters, torch.ones(700))
+    for each in step(parameters, [torch.zeros(700)] * 3):
+        assert torch.equal(each, torch.ones(700))
+
+
+@pytest.mark.parametrize(("codec", "expected"), [("int3", "ef(int3)"), ("topk:0.1", "ef(topk:0.1)"), ("int8", "int8")])
+def test_error_feedback_is_on_by_default(codec, expected):
+    assert AllReduceParameter(0, 1, 10, compress=codec).compress == expected
+    assert AllReduceParameter(0, 1, 10, compress=codec, feedback=False).compress == codec
+
+
 def test_a_missing_block_is_an_error():
     parameters = group(3, 10, timeout_s=0.1)
     begin(parameters, torch.zeros(10))

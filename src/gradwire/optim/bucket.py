@@ -51,6 +51,7 @@ class Bucket:
             stragglers=stragglers,
             slices=plan.slices,
             note_bytes=plan.note_bytes,
+            device=self.parameters[0].device,
         )
         self.device = self.parameters[0].device
         self.own = self.held.pieces(self.shard.own)  # place in the bucket, and which part

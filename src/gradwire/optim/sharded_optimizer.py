@@ -573,7 +573,7 @@ class ShardedOptimizerBase(Optimizer):
         for number, bucket in enumerate(self.buckets):
             bucket.shard.abort()
             if own is not None and own["codec_states"][number]:
-                bucket.shard.states = [dict(state) for state in own["codec_states"][number]]
+                bucket.shard.states = [_on(bucket.device, state) for state in own["codec_states"][number]]
             if bucket.owned_residual is not None:
                 bucket.owned_residual = torch.zeros_like(bucket.owned_residual)
             if own is not None and bucket.owned_residual is not None:
@@ -588,11 +588,12 @@ class ShardedOptimizerBase(Optimizer):
                 # The mean of what the old ranks have not sent is what each new one has not sent.
                 for state in [own] if own is not None else states:
                     if key in state["residuals"]:
-                        fresh[start:stop] += state["residuals"][key] / (1 if own is not None else len(states))
+                        there = state["residuals"][key].to(fresh.device)
+                        fresh[start:stop] += there / (1 if own is not None else len(states))
                     if key in state["owned"] and own is None:
                         piece = state["owned"][key]
                         first = start + piece["first"]
-                        fresh[first : first + piece["residual"].numel()] += piece["residual"]
+                        fresh[first : first + piece["residual"].numel()] += piece["residual"].to(fresh.device)
             bucket.shard.states = [{"residual": fresh}]
 
     def _share_weights(self) -> None:
@@ -738,6 +739,10 @@ def _check_parameters(parameters: Sequence[nn.Parameter]) -> None:
                 f"parameters must be contiguous tensors of floats; got {parameter.dtype} of shape "
                 f"{tuple(parameter.shape)}."
             )
+
+
+def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def _copied(value: Any) -> Any:

@@ -127,6 +127,7 @@ class Shard:
     stragglers: Stragglers = field(default_factory=Stragglers)
     slices: tuple[slice, ...] = ()  # of each partition; by the split rule if not given
     note_bytes: int = 0  # that every gradient brings with it
+    device: torch.device = _CPU  # where gradients are, and what their encodes have lost
 
     def __post_init__(self) -> None:
         if not 0 <= self.id < _IDS:
@@ -170,9 +171,9 @@ class Shard:
 
     def _fresh(self) -> list[State]:
         if self._feedback is not None:
-            return [{"residual": zeros(self.size, _CPU)}]
+            return [{"residual": zeros(self.size, self.device)}]
         if self._stateful:
-            return [self.gradient_codec.init(spec, "cpu") for spec in self.specs]
+            return [self.gradient_codec.init(spec, self.device) for spec in self.specs]
         return [EMPTY]
 
     def _block_bytes(self, owner: int) -> int:
@@ -229,7 +230,7 @@ class Shard:
     def _encode(self, gradient: Vector, key: Key) -> tuple[dict[int, Tensor], bool]:
         residual = self.states[0]["residual"] if self._feedback else None
         assert residual is None or isinstance(residual, Tensor)
-        rest = None if residual is None else empty(self.size, torch.float32, _CPU)
+        rest = None if residual is None else empty(self.size, torch.float32, self.device)
         decay, messages, bad = self._feedback.decay if self._feedback else 1.0, {}, False
         for rank in self.others:
             at, mine = self.slices[rank], key.fold(self.me * self.exchange.size + rank)
@@ -239,10 +240,11 @@ class Shard:
                 x, self.specs[rank], mine, tail=1 + self.note_bytes, residual=before, decay=decay, rest=after
             )
             bad |= found
-        own = gradient.read(self.own).to("cpu")
+        own = gradient.read(self.own)
         total, nonfinite = ops.accumulate(own, None if residual is None else residual[self.own], decay)
         # What was given stays as it is.
-        self._own, bad = total.clone() if total.data_ptr() == own.data_ptr() else total, bad or bool(nonfinite)
+        total = total.clone() if total.data_ptr() == own.data_ptr() and total.device == _CPU else total
+        self._own, bad = total.to(_CPU), bad or bool(nonfinite)
         self._next = None if rest is None else [{"residual": rest}]
         if rest is not None:
             rest[self.own] = 0
@@ -253,12 +255,13 @@ class Shard:
         messages, bad, self._next = {}, False, list(self.states)
         for rank, at in enumerate(self.slices):
             mine = key.fold(self.me * self.exchange.size + rank)
-            payload, self._next[rank] = self.gradient_codec.encode(gradient.read(at).to("cpu"), self.states[rank], mine)
+            payload, self._next[rank] = self.gradient_codec.encode(gradient.read(at), self.states[rank], mine)
             bad |= bool(int(payload.nonfinite))
             if rank == self.me:
-                self._own = zeros(at.stop - at.start, _CPU)
+                own = zeros(at.stop - at.start, self.device)
                 if not int(payload.nonfinite):
-                    self.gradient_codec.decode_add(payload, self._own)
+                    self.gradient_codec.decode_add(payload, own)
+                self._own = own.to(_CPU)
             else:
                 message = torch.zeros(self._block_bytes(rank), dtype=torch.uint8)
                 pack(payload, message[: -1 - self.note_bytes])
@@ -306,7 +309,7 @@ class Shard:
         mean = gathered.total / count
         if self._stateful:
             self._next = self._next or list(self.states)
-            mean, self._next[self.me] = self.gradient_codec.finish(mean, self._next[self.me])
+            mean, self._next[self.me] = self.gradient_codec.finish(mean.to(self.device), self._next[self.me])
         if int(ops.count_nonfinite(mean)):
             raise NonFiniteError(f"step {self.step}: the sum of all gradients leaves float32.")
         return mean
