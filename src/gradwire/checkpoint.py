@@ -84,10 +84,10 @@ def save_checkpoint(
     """
     peers = optimizer.peers
     here = Path(folder) / f"step-{optimizer.rounds:010d}"
-    here.mkdir(parents=True, exist_ok=True)
     data = to_bytes({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
     failure = ""
     try:
+        here.mkdir(parents=True, exist_ok=True)
         if peers.rank == 0:
             (here / _MARKER).unlink(missing_ok=True)
         _write(here / _name(peers.rank, peers.size), data)
@@ -189,7 +189,9 @@ def _marker(here: Path) -> dict[str, Any]:
     try:
         marker = json.loads((here / _MARKER).read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{here} is not a complete checkpoint: it has no {_MARKER}.") from None
+        inside = latest_checkpoint(here)
+        hint = f" Do you mean {inside}?" if inside is not None else ""
+        raise CheckpointError(f"{here} is not a complete checkpoint: it has no {_MARKER}.{hint}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{here} is not a checkpoint: its {_MARKER} cannot be read: {error}.") from error
     if not isinstance(marker, dict) or marker.get("format") != 1 or len(marker.get("files", [])) != marker.get("ranks"):

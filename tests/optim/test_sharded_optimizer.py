@@ -36,6 +36,16 @@ def cases_of_two(folder):
         for unused in ("by all", "by some"):
             cases["branches", unused, stage] = ("branches", {"stage": stage, "unused": unused})
     cases["like", "tensors"] = ("like_ddp", {"optimizer": "adamw", "stage": 1, "partition": "tensors"})
+    for how in ("clipped", "unscaled", "zeroed"):
+        for stage in STAGES:
+            cases["edited", how, stage] = ("edited", {"how": how, "stage": stage})
+    for stage in STAGES:
+        cases["replaced", stage] = ("replaced_weights", {"stage": stage})
+        cases["frozen", stage] = ("frozen", {"stage": stage})
+        cases["unscaled", stage] = ("unscaled_and_clipped", {"stage": stage})
+    for name in ("unusual_parameters", "misused", "uneven_loaders", "different_steps"):
+        cases[name] = (name, {})
+    cases["buffers"] = ("buffers", {"folder": folder})
     for name in ("twice_without_no_sync", "with_closure", "scaled_without_telling", "no_gradients",
                  "first_ranks_weights", "scaled_gradients", "compiled", "stopped"):  # fmt: skip
         cases[name] = (name, {})
@@ -170,6 +180,62 @@ def test_a_scaler_skips_a_step_on_every_rank(two, stage, auto):
             assert rank["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", ["clipped", "unscaled", "zeroed"])
+def test_gradients_that_are_changed_after_some_were_sent_are_refused(two, how, stage):
+    telling = "give the GradScaler to" if how == "unscaled" else "gradients were changed after backward"
+    assert all(telling in words for words in two["edited", how, stage]), two["edited", how, stage]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_scaler_that_is_told_of_may_unscale_before_clipping(two, stage):
+    assert one(two["unscaled", stage])["largest"] < 1e-6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_are_loaded_after_wrapping_count(two, stage):
+    assert one(two["replaced", stage])["largest"] < 1e-6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_stay_and_do_not_travel(two, stage):
+    for rank in same_on_every_rank(two["frozen", stage]):
+        assert rank["frozen_unchanged"]
+        assert rank["equal"]
+        assert rank["again"] == rank["parameters"]
+
+
+def test_parameters_of_any_shape(two):
+    assert one(two["unusual_parameters"])["equal"]
+
+
+def test_misuse_is_refused_with_advice(two):
+    for rank in without_error(two["misused"]):
+        assert "cannot be added to a sharded optimizer" in rank["add_param_group"]
+        assert "Save it by serialize()" in rank["deepcopy"]
+        assert "save it by serialize() or state_dict()" in rank["pickle"]
+        assert "sharded already: wrap it once" in rank["twice"]
+        assert "`max_norm` must be above 0 and finite; got nan" in rank["clip"]
+        assert "a state must come from state_dict()" in rank["nothing"]
+        assert "a saved state is bytes; got str" in rank["text"]
+        assert "unknown codec 'bogus'" in rank["codec"]
+        assert "`model` must be the one whose parameters the optimizer has" in rank["model"]
+        assert rank["closed"] == ["close() was called: this optimizer can no longer be used."] * 3
+
+
+def test_epochs_have_as_many_batches_as_every_rank_has(two):
+    assert [rank["steps"] for rank in same_on_every_rank(two["uneven_loaders"])] == [6, 6]
+
+
+def test_ranks_that_want_other_steps_are_told(two):
+    assert all("a run of steps=" in words for words in two["different_steps"])
+
+
+def test_buffers_are_in_the_checkpoints_of_a_run(two):
+    for rank in without_error(two["buffers"]):
+        assert rank["straight"] == rank["again"]
+
+
 def test_a_scaler_that_is_not_told_of(two):
     assert all(
         "give the GradScaler to ShardingConfiguration(scaler=...)" in words for words in two["scaled_without_telling"]
@@ -197,7 +263,9 @@ def test_a_rank_without_gradients_strands_nobody(two):
 @pytest.mark.parametrize("stage", STAGES)
 def test_nonfinite_gradients_of_one_rank(three, stage, policy, ratio):
     for rank in same_on_every_rank(three["nonfinite", stage, policy, ratio]):
-        assert rank["words"] == ("no error" if policy == "skip" else "step 3: the gradient of a rank holds NaN or Inf.")
+        assert rank["words"] == (
+            "no error" if policy == "skip" else "step 3: NaN or Inf in the gradients of ranks [1]."
+        )
         assert rank["kept"]
         assert rank["unchanged"]
         assert rank["skipped"] == 1
@@ -258,7 +326,7 @@ def test_gradients_scaled_one_and_two_step_like_one_and_a_half(two):
 
 @pytest.mark.parametrize("what", ["stage", "ratio"])
 def test_ranks_that_differ_are_named(two, what):
-    assert all(words.startswith("rank 1 has 'AdamW, stage ") for words in two["different", what])
+    assert all(words.startswith("rank 1 has 'AdamW, compression_ratio 0.") for words in two["different", what])
 
 
 @pytest.mark.parametrize("stage", STAGES)

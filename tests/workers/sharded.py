@@ -1,5 +1,6 @@
 """Cases of sharded optimizers, run by ranks that are real processes."""
 
+import copy
 import math
 import os
 import zlib
@@ -285,10 +286,7 @@ def nonfinite(rank, stage, policy, ratio):
     before = gradwire.tree.from_bytes(gradwire.tree.to_bytes(before))
     weights = checksum(model)
     optimizer.zero_grad()
-    loss_of(model, 2, rank).backward()
-    if rank == 1:
-        with torch.no_grad():
-            model.layers[0].bias.grad = torch.full((160,), math.nan)
+    (loss_of(model, 2, rank) * (math.nan if rank == 1 else 1.0)).backward()
     try:
         optimizer.step()
     except NonFiniteError as error:
@@ -666,6 +664,188 @@ def distributed_checkpoint(rank, folder, act, stage):
     return {"start": start, "parameters": checksum(model), "steps": made.steps}
 
 
+def edited(rank, how, stage):
+    """Gradients that are changed between backward and step, when all buckets but the last have been sent."""
+    model = Net()
+    optimizer = wrapped(model, "sgd", stage=stage)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    loss = loss_of(model, 0, rank)
+    (scaler.scale(loss) if how == "unscaled" else loss).backward()
+    try:
+        if how == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
+            optimizer.step()
+        elif how == "zeroed":
+            model.layers[0].weight.grad.zero_()
+            optimizer.step()
+        else:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def unscaled_and_clipped(rank, stage):
+    """The usual recipe: scale, unscale, clip, step."""
+    plain, ours = Net(), Net()
+    replica, inner = DistributedDataParallel(plain), OPTIMIZERS["sgd"](plain.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = wrapped(ours, "sgd", stage=stage, scaler=scaler)
+    for step in range(4):
+        inner.zero_grad()
+        loss_of(replica, step, rank).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        inner.step()
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ours, step, rank)).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(0.05)
+        scaler.step(optimizer)
+        scaler.update()
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    return {"parameters": checksum(ours), "largest": max(float((a - b).abs().max()) for a, b in pairs)}
+
+
+def replaced_weights(rank, stage):
+    """``model.load_state_dict`` after wrapping, and in the middle."""
+    model = Net()
+    made = wrapped(model, "sgd", ratio=0.1, stage=stage)
+    largest = 0.0
+    for step in range(2):
+        other = {name: torch.full_like(value, 0.25 + step) for name, value in model.state_dict().items()}
+        model.load_state_dict(other)
+        for group in made.param_groups:
+            group["lr"] = 1e-12
+        train(model, made, rank, 1, start=step)
+        largest = max(largest, *(float((p - (0.25 + step)).abs().max()) for p in model.parameters()))
+    return {"parameters": checksum(model), "largest": largest}
+
+
+def frozen(rank, stage):
+    plain, ours = Net(), Net()
+    for model in (plain, ours):
+        model.layers[1].requires_grad_(False)
+    before = ours.layers[1].weight.clone()
+    replica = DistributedDataParallel(plain)
+    inner = OPTIMIZERS["adamw"](plain.parameters())
+    train(replica, inner, rank, 4)
+    made = wrapped(ours, stage=stage)
+    train(ours, made, rank, 4)
+    equal = all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+    # As the plain optimizer saves it.
+    taken_over = Net()
+    taken_over.layers[1].requires_grad_(False)
+    taken_over.load_state_dict(ours.state_dict())
+    other = OPTIMIZERS["adamw"](taken_over.parameters())
+    other.load_state_dict(made.full_state_dict())
+    train(DistributedDataParallel(taken_over), other, rank, 1, start=4)
+    train(ours, made, rank, 1, start=4)
+    return {"frozen_unchanged": torch.equal(before, ours.layers[1].weight), "equal": equal,
+            "parameters": checksum(ours), "again": checksum(taken_over)}  # fmt: skip
+
+
+class Unusual(nn.Module):
+    """A number, nothing, a tied matrix, and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.embedding = nn.Embedding(50, 16)
+        self.out = nn.Linear(16, 50, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.embedding(x)) * self.scale) + self.nothing.sum()
+
+
+def unusual_parameters(rank):
+    plain, ours = Unusual(), Unusual()
+    replica, inner = DistributedDataParallel(plain), OPTIMIZERS["adamw"](plain.parameters())
+    made = wrapped(ours, bucket_bytes=1024)
+    for step in range(5):
+        x = torch.randint(50, (20,), generator=torch.Generator().manual_seed(10 * step + rank))
+        for model, optimizer in ((replica, inner), (ours, made)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), x.flip(0)).backward()
+            optimizer.step()
+    made.deserialize(made.serialize())
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    return {"parameters": checksum(ours), "equal": all(torch.equal(a, b) for a, b in pairs)}
+
+
+def misused(rank):
+    def words(call):
+        try:
+            call()
+        except (ConfigError, gradwire.WireError) as error:
+            return str(error)
+        return "no error"
+
+    model = Net()
+    made = wrapped(model)
+    data = gradwire.OptimizationData(Net(), lambda m, b: m(b).mean(), lambda step: torch.ones(1, 32), steps=1)
+    said = {
+        "add_param_group": words(lambda: made.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})),
+        "deepcopy": words(lambda: copy.deepcopy(made)),
+        "pickle": words(lambda: copy.copy(made)),
+        "twice": words(lambda: ShardedOptimizerBase(made)),
+        "clip": words(lambda: made.clip_grad_norm_(math.nan)),
+        "nothing": words(lambda: made.load_state_dict(None)),
+        "text": words(lambda: made.deserialize("x")),
+        "codec": words(lambda: wrapped(model, ratio=0.1, gradients="bogus")),
+        "model": words(lambda: made.optimize(data)),
+    }
+    made.close()
+    made.close()
+    said["closed"] = [words(made.step), words(made.state_dict), words(lambda: made.load_state_dict({}))]
+    return said
+
+
+def uneven_loaders(rank):
+    model = Net()
+    made = wrapped(model)
+    batches = [batch(step, rank) for step in range(3 + 2 * rank)]
+    result = made.optimize(
+        gradwire.OptimizationData(
+            model, lambda m, pair: nn.functional.cross_entropy(m(pair[0]), pair[1]), batches, epochs=2
+        )
+    )
+    return {"parameters": checksum(model), "steps": result.steps}
+
+
+def different_steps(rank):
+    model = Net()
+    made = wrapped(model)
+    try:
+        made.optimize(gradwire.OptimizationData(model, lambda m, b: m(b).mean(), lambda s: torch.ones(1, 32), 3 + rank))
+    except gradwire.PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def buffers(rank, folder):
+    """BatchNorm's statistics go on where they were."""
+
+    def run(steps, where):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))
+        made = ShardedOptimizerBase(torch.optim.SGD(model.parameters(), lr=0.1), configuration())
+        made.optimize(
+            gradwire.OptimizationData(
+                model, lambda m, pair: nn.functional.cross_entropy(m(pair[0]), pair[1]), lambda s: batch(s, rank),
+                steps=steps, checkpoints=where, checkpoint_every=4,
+            )
+        )  # fmt: skip
+        return [model[1].running_mean.tolist(), int(model[1].num_batches_tracked), checksum(model)]
+
+    straight = run(10, f"{folder}/bn-straight")
+    run(5, f"{folder}/bn")
+    return {"straight": straight, "again": run(10, f"{folder}/bn")}
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -673,6 +853,8 @@ CASES = {
         scaled_without_telling, branches, no_gradients, nonfinite, resumed, saved, loaded, refused, synchronized,
         exported, wrapped_after_training, first_ranks_weights, scaled_gradients, different, half, memory, compiled,
         stopped, optimized, resumed_epochs, damaged, kept, partitioned, over_gloo, distributed_checkpoint,
+        edited, unscaled_and_clipped, replaced_weights, frozen, unusual_parameters, misused, uneven_loaders,
+        different_steps, buffers,
     )
 }  # fmt: skip
 

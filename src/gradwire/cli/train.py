@@ -23,8 +23,9 @@ __all__ = ["train"]
 def train(
     task: Annotated[str, typer.Option(help=f"What to train: {', '.join(TASKS)}.")] = "digits",
     codec: Annotated[
-        str, typer.Option(help="How gradients travel, e.g. int8, int4, topk:0.01+int8, powersgd:16+int8, none.")
-    ] = "int4",
+        str | None,
+        typer.Option(help="How gradients travel: int4 (the default), int8, topk:0.01+int8, powersgd:16+int8, none ..."),
+    ] = None,
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     epochs: Annotated[int, typer.Option(help="Passes over the training data; charlm: hundreds of steps.")] = 4,
     steps: Annotated[int | None, typer.Option(help="Steps, instead of epochs.")] = None,
@@ -40,17 +41,19 @@ def train(
         float | None,
         typer.Option(help="Instead of DDP and a codec: a sharded optimizer that sends this part of float32's bytes."),
     ] = None,
-    stage: Annotated[int, typer.Option(help="With --ratio: 1 shards the optimizer's state, 2 gradients too.")] = 1,
+    stage: Annotated[
+        int | None, typer.Option(help="With --ratio: 1 (the default) shards the optimizer's state, 2 gradients too.")
+    ] = None,
     checkpoints: Annotated[
         Path | None, typer.Option(help="With --ratio: save here, and go on from the last complete one.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 50.")] = None,
     retry_times: Annotated[int, typer.Option(help="Start workers again after so many failures in a row.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Train with gradients compressed between real worker processes, and say what it cost and what it reached."""
-    settings = {**_settings(task, codec, workers, epochs, steps, batch_size, seed), "feedback": feedback}
-    settings |= _sharding(ratio, stage, checkpoints, checkpoint_every)
+    settings = {**_settings(task, codec or "int4", workers, epochs, steps, batch_size, seed), "feedback": feedback}
+    settings |= _sharding(ratio, codec, stage, checkpoints, checkpoint_every)
     run = _Run()
     with _links(workers, rate) as lab, _progress() as progress:
         bar = progress.add_task("starting workers", total=None)
@@ -70,15 +73,21 @@ def train(
         show(run.table(task, workers, rate))
 
 
-def _sharding(ratio: float | None, stage: int, checkpoints: Path | None, checkpoint_every: int) -> dict[str, Any]:
+def _sharding(
+    ratio: float | None, codec: str | None, stage: int | None, checkpoints: Path | None, checkpoint_every: int | None
+) -> dict[str, Any]:
     if ratio is not None and not 0 < ratio <= 1:
         raise ConfigError(f"`--ratio` must be in (0, 1]; got {ratio}.")
+    if ratio is not None and codec is not None:
+        raise ConfigError(f"give either `--ratio`, which chooses codecs, or `--codec`; got {ratio} and {codec!r}.")
+    for name, value in (("stage", stage), ("checkpoints", checkpoints), ("checkpoint-every", checkpoint_every)):
+        if value is not None and ratio is None:
+            raise ConfigError(f"`--{name}` needs `--ratio`: it is of a sharded optimizer.")
+    stage, checkpoint_every = 1 if stage is None else stage, checkpoint_every or 50
     if stage not in (0, 1, 2):
         raise ConfigError(f"`--stage` must be 0, 1 or 2; got {stage}.")
     if checkpoint_every < 1:
         raise ConfigError(f"`--checkpoint-every` must be at least 1; got {checkpoint_every}.")
-    if checkpoints is not None and ratio is None:
-        raise ConfigError("`--checkpoints` needs `--ratio`: it saves a sharded optimizer.")
     where = None if checkpoints is None else str(checkpoints.absolute())
     return {"ratio": ratio, "stage": stage, "checkpoints": where, "checkpoint_every": checkpoint_every}
 

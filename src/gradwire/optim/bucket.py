@@ -103,6 +103,7 @@ class Bucket:
         """Sum up the slice that lives here. Returns what all said."""
         gathered = self.shard.gather()
         self.note, self.arrived = gathered.note, len(gathered.arrived)
+        self.bad_ranks = gathered.nonfinite
         ranks = self.shard.exchange.size
         if gathered.flags & NONFINITE or self.shard.stragglers.too_few(self.arrived, ranks) or not self.arrived:
             self.gradient = None

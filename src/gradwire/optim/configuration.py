@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -51,13 +50,19 @@ class ShardingConfiguration:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        positive: Callable[[Any], bool] = lambda x: x is None or 0 < x < math.inf  # noqa: E731
+        group, scaled = self.process_group, self.scaler is None or callable(getattr(self.scaler, "get_scale", None))
         for name, right, allowed in (
-            ("stage", self.stage in (0, 1, 2), "0, 1 or 2"),
+            ("process_group", isinstance(group, dist.ProcessGroup | None), "a torch.distributed.ProcessGroup, or None"),
+            ("stage", self.stage in (0, 1, 2) and not isinstance(self.stage, bool), "0, 1 or 2"),
+            ("scaler", scaled, "a torch.amp.GradScaler, or None"),
+            ("feedback", isinstance(self.feedback, bool), "True or False"),
+            ("auto_sync_gradients", isinstance(self.auto_sync_gradients, bool), "True or False"),
+            ("gradients", isinstance(self.gradients, str | None), "the name of a codec, or None"),
+            ("weights", isinstance(self.weights, str | None), "the name of a codec, or None"),
             ("bucket_bytes", isinstance(self.bucket_bytes, int) and self.bucket_bytes >= 1024, "at least 1024"),
             ("partition", self.partition in ("auto", "elements", "tensors"), "'auto', 'elements' or 'tensors'"),
-            ("clip_norm", positive(self.clip_norm), "above 0, or None"),
-            ("clip_value", positive(self.clip_value), "above 0, or None"),
+            ("clip_norm", _positive(self.clip_norm), "above 0, or None"),
+            ("clip_value", _positive(self.clip_value), "above 0, or None"),
             ("nonfinite", self.nonfinite in ("raise", "skip"), "'raise' or 'skip'"),
             ("seed", isinstance(self.seed, int) and 0 <= self.seed < 1 << 64, "a whole number in [0, 2**64)"),
             ("stragglers", isinstance(self.stragglers, StragglerPolicy | None), "a StragglerPolicy, or None"),
@@ -79,3 +84,7 @@ class ShardingConfiguration:
     def low_bandwidth(cls, **changes: Any) -> ShardingConfiguration:
         """For 100 Mbit/s and less: large buckets, gradients sharded too."""
         return replace(cls(bucket_bytes=32 << 20, stage=2), **changes)
+
+
+def _positive(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf)

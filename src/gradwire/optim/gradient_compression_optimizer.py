@@ -48,6 +48,10 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         self.use_quantization, self.use_sparsification = use_quantization, use_sparsification
         super().__init__(wrapped_optimizer, config)
 
+    def _what_travels(self) -> str:
+        families = f"use_quantization {self.use_quantization}, use_sparsification {self.use_sparsification}"
+        return f"compression_ratio {self.compression_ratio:g}, {families}, {super()._what_travels()}"
+
     def _make_plan(self) -> Plan:
         return self._planned(
             ratio=self.compression_ratio, quantize=self.use_quantization, sparsify=self.use_sparsification

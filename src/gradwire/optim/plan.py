@@ -118,6 +118,9 @@ def make_plan(
         except ConfigError:
             return best_codec(spec, target)  # fewer bits than one an element: only some elements can travel
 
+    for told in (gradients, weights):
+        if told is not None:
+            codec(told)  # which says what is wrong with it
     sizes = [_numel(shape) for shape in shapes]
     small = [place for place, shape in enumerate(shapes) if len(shape) < 2 or sizes[place] < _SMALL]
     large = [place for place in range(len(shapes)) if place not in set(small)]
@@ -185,7 +188,7 @@ def _buckets(places: Sequence[int], sizes: Sequence[int], nbytes: int) -> list[l
     found: list[list[int]] = []
     full = nbytes
     for place in reversed(places):
-        if full + 4 * sizes[place] > nbytes:
+        if not found or full + 4 * sizes[place] > nbytes:
             found.append([])
             full = 0
         found[-1].append(place)

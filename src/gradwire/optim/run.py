@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from gradwire.collectives import agree
+from gradwire.collectives.peers import tell
 from gradwire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,18 +100,24 @@ def optimize(optimizer: ShardedOptimizerBase, data: OptimizationData) -> Optimiz
     """Train; see :meth:`ShardedOptimizerBase.optimize`."""
     if not isinstance(data, OptimizationData):
         raise ConfigError(f"`data` must be an OptimizationData; got {type(data).__name__}.")
+    missing = {id(p) for p in optimizer.trained} - {id(p) for p in data.model.parameters()}
+    if missing:
+        raise ConfigError(f"`model` must be the one whose parameters the optimizer has; {len(missing)} are not its.")
+    length = _agreed_length(data, optimizer)
     best, stale, resumed = math.inf, 0, 0
     found = latest_checkpoint(data.checkpoints) if data.checkpoints is not None else None
     if found is not None:
         extra = load_checkpoint(found, optimizer)
         resumed, best, stale = optimizer.rounds, float(extra["best"]), int(extra["stale"])
         torch.set_rng_state(extra["random"])
+        for name, buffer in data.model.named_buffers():
+            buffer.copy_(extra["buffers"][name])
     losses: list[float] = []
     validations: list[tuple[int, float]] = []
     sent = dense = 0
     started, ended = time.perf_counter(), "steps" if data.steps is not None else "epochs"
     with _Progress(data, optimizer) as progress:
-        for batch in _batches(data, optimizer):
+        for batch in _batches(data, optimizer, length):
             optimizer.zero_grad()
             with torch.enable_grad():
                 loss = data.loss(data.model, batch)
@@ -132,7 +141,8 @@ def optimize(optimizer: ShardedOptimizerBase, data: OptimizationData) -> Optimiz
                 ended = "early"
                 break
             if data.checkpoints is not None and optimizer.rounds % data.checkpoint_every == 0:
-                extra = {"best": best, "stale": stale, "random": torch.get_rng_state()}
+                buffers = {name: buffer.detach() for name, buffer in data.model.named_buffers()}
+                extra = {"best": best, "stale": stale, "random": torch.get_rng_state(), "buffers": buffers}
                 save_checkpoint(data.checkpoints, optimizer, extra)
     optimizer.settle()
     return OptimizationResult(
@@ -148,7 +158,15 @@ def optimize(optimizer: ShardedOptimizerBase, data: OptimizationData) -> Optimiz
     )
 
 
-def _batches(data: OptimizationData, optimizer: ShardedOptimizerBase) -> Iterator[Any]:
+def _agreed_length(data: OptimizationData, optimizer: ShardedOptimizerBase) -> int | None:
+    """Batches of an epoch, as many as every rank has; None where that is unknown. Ranks must want the same steps."""
+    agree(optimizer.peers, f"a run of steps={data.steps}, epochs={data.epochs}", 3)
+    known = len(data.batches) if isinstance(data.batches, Sized) else -1
+    least = min(int(line) for line in tell(optimizer.peers, str(known), 3, "the comparison of batches"))
+    return None if least < 0 else least
+
+
+def _batches(data: OptimizationData, optimizer: ShardedOptimizerBase, length: int | None) -> Iterator[Any]:
     """From where the optimizer stands. Steps it has taken without this rank, which was late, need no batch of it."""
     if callable(data.batches):
         assert data.steps is not None
@@ -158,7 +176,7 @@ def _batches(data: OptimizationData, optimizer: ShardedOptimizerBase) -> Iterato
     ahead, epoch = optimizer.rounds, 0
     while data.epochs is None or epoch < data.epochs:
         empty = True
-        for batch in data.batches:
+        for batch in islice(data.batches, length):
             empty = False
             if ahead > 0:
                 ahead -= 1  # a resumed training has seen it

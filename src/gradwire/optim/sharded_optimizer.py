@@ -81,15 +81,20 @@ class ShardedOptimizerBase(Optimizer):
                 "`wrapped_optimizer` must be a gradient-based optimizer, a torch.optim.Optimizer; "
                 f"got {type(wrapped_optimizer).__name__}."
             )
-        if isinstance(wrapped_optimizer, LBFGS | ShardedOptimizerBase):
+        if isinstance(wrapped_optimizer, ShardedOptimizerBase):
+            raise ConfigError("`wrapped_optimizer` is sharded already: wrap it once.")
+        if isinstance(wrapped_optimizer, LBFGS):
             raise ConfigError(f"`wrapped_optimizer` must step once a gradient; got {type(wrapped_optimizer).__name__}.")
         config = config if config is not None else ShardingConfiguration()
         if not isinstance(config, ShardingConfiguration):
             raise ConfigError(f"`config` must be a ShardingConfiguration; got {type(config).__name__}.")
         self.wrapped, self.config = wrapped_optimizer, config
-        parameters = [p for group in wrapped_optimizer.param_groups for p in group[_INNER]]
+        everything = [p for group in wrapped_optimizer.param_groups for p in group[_INNER]]
+        parameters = [p for p in everything if p.requires_grad]  # frozen ones never change, and never travel
         _check_parameters(parameters)
         self._parameters = parameters
+        self._places = {id(p): place for place, p in enumerate(everything)}  # as torch counts them
+        self._ready = False
         super().__init__(
             [{**group, _INNER: list(group[_INNER])} for group in wrapped_optimizer.param_groups],
             dict(wrapped_optimizer.defaults),
@@ -121,7 +126,10 @@ class ShardedOptimizerBase(Optimizer):
             if config.auto_sync_gradients
             else []
         )
+        self._closed = False
+        self._note_weights()
         self._begin()
+        self._ready = True
 
     # Setting up.
 
@@ -142,13 +150,30 @@ class ShardedOptimizerBase(Optimizer):
             **how,
         )
 
+    def _what_travels(self) -> str:
+        """For people, where ranks differ."""
+        return f"gradients {self.config.gradients}, weights {self.config.weights}, feedback {self.config.feedback}"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once slices are shared out: add parameters to the optimizer before it is wrapped."""
+        if getattr(self, "_ready", False):
+            raise ConfigError("parameters cannot be added to a sharded optimizer: wrap it after you have added them.")
+        super().add_param_group(param_group)
+
+    def __deepcopy__(self, memo: object) -> ShardedOptimizerBase:
+        raise ConfigError("a sharded optimizer cannot be copied: it is one of several ranks. Save it by serialize().")
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("a sharded optimizer cannot be pickled: save it by serialize() or state_dict().")
+
     def _agree(self) -> None:
         """On everything sizes depend on; and begin with the same weights, which are the first rank's."""
         shapes = [(*p.shape, p.dtype) for p in self._parameters]
         groups = [{k: v for k, v in group.items() if k != _INNER} for group in self.wrapped.param_groups]
         config = self.config
         line = (
-            f"{type(self.wrapped).__name__}, stage {config.stage}, seed {config.seed}, nonfinite {config.nonfinite}, "
+            f"{type(self.wrapped).__name__}, {self._what_travels()}, stage {config.stage}, seed {config.seed}, "
+            f"nonfinite {config.nonfinite}, clip_norm {config.clip_norm}, clip_value {config.clip_value}, "
             f"{len(shapes)} parameters with checksum {crc32(repr((shapes, groups)).encode()):08x}, "
             f"plan with checksum {crc32(repr(self.plan).encode()):08x}"
         )
@@ -156,7 +181,8 @@ class ShardedOptimizerBase(Optimizer):
         agree(peers, line)
         checksum = 0
         for parameter in self._parameters:
-            checksum = crc32(parameter.detach().to("cpu").contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+            flat = parameter.detach().to("cpu").reshape(-1)
+            checksum = crc32(flat.view(torch.uint8).numpy().tobytes(), checksum)
         if len(set(tell(peers, f"{checksum:08x}", 1, "the comparison of weights"))) > 1:
             self._take_first_ranks_weights()
 
@@ -200,7 +226,9 @@ class ShardedOptimizerBase(Optimizer):
     def _begin(self) -> None:
         for bucket in self.buckets:
             bucket.begin()
-        self._flags, self._gathered, self._norm = 0, False, None
+        self._flags, self._gathered, self._norm, self._early = 0, False, None, False
+        self._seen: dict[int, tuple[int, int]] = {}  # gradients as backward left them
+        self._bad_ranks: set[int] = set()
 
     def _arrived(self, parameter: Tensor) -> None:
         if not self._syncing:
@@ -212,6 +240,8 @@ class ShardedOptimizerBase(Optimizer):
                 "`with optimizer.no_sync():`, or set auto_sync_gradients=False."
             )
         bucket.missing -= 1
+        gradient = parameter.grad
+        self._seen[id(parameter)] = (id(gradient), gradient._version if gradient is not None else 0)
         if bucket.missing <= 0:
             self._put_ready()
 
@@ -223,6 +253,7 @@ class ShardedOptimizerBase(Optimizer):
             if bucket.missing > 0:
                 return
             self._put(bucket, self._scaler_scale())
+            self._early = True
 
     def _put(self, bucket: Bucket, scale: float) -> None:
         stop = STOP if self._stop and bucket is self.buckets[-1] else 0
@@ -248,23 +279,69 @@ class ShardedOptimizerBase(Optimizer):
 
     def synchronize_gradients(self) -> None:
         """Send what has not been sent, and sum up what lives here; ``step`` does it if nobody else has."""
+        self._check_open()
         if self._gathered:
             return
-        scale = getattr(self, "grad_scale", None)
-        sent_before = any(bucket.sent for bucket in self.buckets)
-        if scale is not None and sent_before and self.config.scaler is None:
+        self._check_gradients()
+        self._follow_weights()
+        for bucket in self.buckets:
+            if not bucket.sent:
+                self._put(bucket, self._present_scale())
+        for bucket in self.buckets:
+            self._flags |= bucket.receive()
+            self._bad_ranks.update(bucket.bad_ranks)
+        self._gathered = True
+
+    def _check_gradients(self) -> None:
+        """What was changed after it was sent would count for some parameters, and not for others."""
+        if not self._early or self.config.scaler is not None:
+            return
+        if "grad_scale" in self.__dict__:
             raise ConfigError(
                 "gradients were sent while they were scaled: give the GradScaler to ShardingConfiguration(scaler=...)."
             )
-        in_step = float(scale) if scale is not None else 1.0
-        unscaled = "grad_scale" in self.__dict__ and scale is None
+        for parameter in self._parameters:
+            seen, gradient = self._seen.get(id(parameter)), parameter.grad
+            freed = gradient is None and self._bucket_of[id(parameter)].sent and self.config.stage == 2
+            now = (id(gradient), gradient._version if gradient is not None else 0)
+            if seen is not None and not freed and seen != now:
+                raise ConfigError(
+                    "gradients were changed after backward, when some had been sent already. To clip, use "
+                    "optimizer.clip_grad_norm_; for a GradScaler, ShardingConfiguration(scaler=...); for anything "
+                    "else, auto_sync_gradients=False."
+                )
+
+    def _present_scale(self) -> float:
+        """What the gradients here are multiplied by."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            return float(scale)
+        if self.config.scaler is None or "grad_scale" in self.__dict__:
+            return 1.0
+        known = getattr(self.config.scaler, "_per_optimizer_states", {}).get(id(self), {})
+        unscaled = getattr(known.get("stage"), "name", "") == "UNSCALED"
+        return 1.0 if unscaled else self._scaler_scale()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("close() was called: this optimizer can no longer be used.")
+
+    def _note_weights(self) -> None:
+        """Remember the weights as this optimizer left them."""
+        self._versions = [p._version for p in self._parameters]
+
+    def _follow_weights(self) -> None:
+        """Weights that somebody else has changed since, ``model.load_state_dict`` for example, are the truth."""
+        changed = {id(p) for p, version in zip(self._parameters, self._versions, strict=True) if p._version != version}
+        if not changed:
+            return
         for bucket in self.buckets:
-            if not bucket.sent:
-                known = self._scaler_scale() if self.config.scaler is not None and not unscaled else in_step
-                self._put(bucket, known)
-        for bucket in self.buckets:
-            self._flags |= bucket.receive()
-        self._gathered = True
+            at = 0
+            for place, part in bucket.own:
+                length = part.stop - part.start
+                if bucket.master is not None and id(bucket.parameters[place]) in changed:
+                    bucket.master[at : at + length] = bucket.held.flats[place][part]
+                at += length
 
     # Clipping, on what lives here.
 
@@ -273,6 +350,8 @@ class ShardedOptimizerBase(Optimizer):
 
         Returns the norm it had; NaN if the step is going to be skipped.
         """
+        if not isinstance(max_norm, int | float) or not 0 < max_norm < math.inf:
+            raise ConfigError(f"`max_norm` must be above 0 and finite; got {max_norm!r}.")
         self.synchronize_gradients()
         if self._bad():
             return math.nan
@@ -292,10 +371,13 @@ class ShardedOptimizerBase(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with the mean of all ranks' gradients. Every rank must call it."""
+        self._check_open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if "grad_scale" in self.__dict__ and self._early and self.config.scaler is None:
+            self._check_gradients()
         self.synchronize_gradients()
         self._take()
         self._catch_up()
@@ -312,9 +394,10 @@ class ShardedOptimizerBase(Optimizer):
                 bucket.shard.abort()
             self.skipped += 1
             self._count(published=False)
+            who = sorted(self._bad_ranks)
             self._begin()
             if self.config.scaler is None and not hasattr(self, "found_inf") and self.config.nonfinite == "raise":
-                raise NonFiniteError(f"step {step}: the gradient of a rank holds NaN or Inf.")
+                raise NonFiniteError(f"step {step}: NaN or Inf in the gradients of ranks {who}.")
             return
         abandoned = any(bucket.gradient is None for bucket in self.buckets)
         if abandoned:
@@ -336,6 +419,7 @@ class ShardedOptimizerBase(Optimizer):
             self._step_replicated()
         self.steps += 1
         self._count(published=True)
+        self._note_weights()
         self._begin()
 
     def _clip(self) -> None:
@@ -392,6 +476,7 @@ class ShardedOptimizerBase(Optimizer):
                 bucket.shard.skip()
             for bucket in self.buckets:
                 self._flags |= bucket.receive()
+                self._bad_ranks.update(bucket.bad_ranks)
             self._take()
 
     def optimize(self, data: OptimizationData) -> OptimizationResult:
@@ -420,9 +505,10 @@ class ShardedOptimizerBase(Optimizer):
 
         Save it between steps, on every rank. It holds dicts, lists, tensors, numbers and strings only.
         """
+        self._check_open()
         if any(bucket.sent for bucket in self.buckets):
             raise ConfigError("save the state between steps: gradients of this one have been sent.")
-        places = {id(p): str(place) for place, p in enumerate(self._parameters)}
+        places = {key: str(place) for key, place in self._places.items()}
         groups, at = [], 0
         for group in self.param_groups:
             count = len(group[_INNER])
@@ -454,12 +540,15 @@ class ShardedOptimizerBase(Optimizer):
             "steps": self.steps,
             "skipped": self.skipped,
             "param_groups": groups,
-            "shapes": {str(place): list(p.shape) for place, p in enumerate(self._parameters)},
+            "shapes": self._shapes(),
             "pieces": {places[key]: pieces for key, pieces in self._saved_pieces().items()},
             "residuals": residuals,
             "owned": owned,
             "codec_states": [[dict(state) for state in states] for states in several],
         }
+
+    def _shapes(self) -> dict[str, list[int]]:
+        return {str(self._places[id(p)]): list(p.shape) for p in self._parameters}
 
     def _plan_name(self) -> str:
         return f"{crc32(repr(self.plan).encode()):08x}"
@@ -493,10 +582,11 @@ class ShardedOptimizerBase(Optimizer):
         Every rank must call it. Weights are restored too. From the states of all ranks any number of ranks can go on,
         at any stage: what compression has not sent yet is shared among them.
         """
-        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        self._check_open()
+        states: list[Any] = list(state_dict) if isinstance(state_dict, list | tuple) else [state_dict]
         for state in states:
             check_state(state)
-        shapes = {str(place): list(p.shape) for place, p in enumerate(self._parameters)}
+        shapes = self._shapes()
         if not states or states[0]["shapes"] != shapes:
             raise ConfigError(
                 f"the state is of {len(states[0]['shapes']) if states else 0} parameters of other shapes than this "
@@ -522,7 +612,9 @@ class ShardedOptimizerBase(Optimizer):
         for bucket in self.buckets:
             bucket.shard.step = int(states[0]["step"])
         self.steps, self.skipped = int(states[0]["steps"]), int(states[0]["skipped"])
+        agree(self.peers, f"the state of step {self.rounds}", 2)
         self._share_weights()
+        self._note_weights()
         self._begin()
 
     def _division(self) -> dict[str, Any]:
@@ -547,7 +639,8 @@ class ShardedOptimizerBase(Optimizer):
     def _load_pieces(self, whole: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
         pieces = self._pieces()
         self.wrapped.state.clear()
-        for place, p in enumerate(self._parameters):
+        for p in self._parameters:
+            place = self._places[id(p)]
             targets = [(p, 0, p.numel())] if self.config.stage == 0 else pieces.get(id(p), [])
             saved = {piece["first"]: piece for piece in own["pieces"].get(str(place), [])} if own is not None else {}
             for target, first, last in targets:
@@ -569,7 +662,7 @@ class ShardedOptimizerBase(Optimizer):
             raise ConfigError(
                 "the state of this codec cannot be divided anew; use one with error feedback, or without."
             )
-        places = {id(p): str(place) for place, p in enumerate(self._parameters)}
+        places = {key: str(place) for key, place in self._places.items()}
         for number, bucket in enumerate(self.buckets):
             bucket.shard.abort()
             if own is not None and own["codec_states"][number]:
@@ -607,8 +700,8 @@ class ShardedOptimizerBase(Optimizer):
 
     def deserialize(self, data: bytes | Sequence[bytes]) -> None:
         """Go on from what :meth:`serialize` returned on this rank, or on all ranks; see :meth:`load_state_dict`."""
-        several = [data] if isinstance(data, bytes | bytearray | memoryview) else list(data)
-        states = [from_bytes(bytes(each)) for each in several]
+        several: list[Any] = list(data) if isinstance(data, list | tuple) else [data]
+        states = [from_bytes(each) for each in several]
         self.load_state_dict(states[0] if len(states) == 1 else states)
 
     def _everyones_states(self) -> list[dict[str, Any]]:
@@ -633,14 +726,14 @@ class ShardedOptimizerBase(Optimizer):
         states = self._everyones_states()
         whole = joined(states)
         state = {
-            place: {
+            self._places[id(p)]: {
                 name: value.reshape(p.shape)
                 if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == p.numel()
                 else value
-                for name, value in whole[str(place)]["state"].items()
+                for name, value in whole[str(self._places[id(p)])]["state"].items()
             }
-            for place, p in enumerate(self._parameters)
-            if whole[str(place)]["state"]
+            for p in self._parameters
+            if whole[str(self._places[id(p)])]["state"]
         }
         groups = [
             {name: tuple(value) if isinstance(mine.get(name), tuple) else value for name, value in group.items()}
@@ -662,6 +755,7 @@ class ShardedOptimizerBase(Optimizer):
         self._load_pieces(whole, None)
         self._load_residuals(states, own)
         self._share_weights()
+        self._note_weights()
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
@@ -670,8 +764,10 @@ class ShardedOptimizerBase(Optimizer):
         Outside of it parameters hold what travelled, which is behind by what compression has not sent yet. Every rank
         must enter it.
         """
-        kept = [p.detach().clone() for p in self._parameters]
+        self._check_open()
         with torch.no_grad():
+            self._follow_weights()
+            kept = [p.detach().clone() for p in self._parameters]
             for bucket in self.buckets:
                 if bucket.master is not None:
                     bucket.held.write(bucket.shard.own, bucket.master)
@@ -682,6 +778,7 @@ class ShardedOptimizerBase(Optimizer):
             with torch.no_grad():
                 for p, before in zip(self._parameters, kept, strict=True):
                     p.detach().copy_(before)
+                self._note_weights()
 
     # What it is, for people.
 
@@ -696,6 +793,11 @@ class ShardedOptimizerBase(Optimizer):
         largest = max(self.plan.buckets, key=lambda each: each.slices[-1].stop)
         back = "" if self.config.stage == 0 else f", weights {largest.weights}"
         return f"gradients {largest.gradients}{back}"
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that are not frozen."""
+        return list(self._parameters)
 
     @property
     def rounds(self) -> int:
@@ -725,9 +827,11 @@ class ShardedOptimizerBase(Optimizer):
 
     def close(self) -> None:
         """End the connections."""
-        for hook in self._hooks:
-            hook.remove()
-        self.exchange.close()
+        if not self._closed:
+            self._closed = True
+            for hook in self._hooks:
+                hook.remove()
+            self.exchange.close()
 
 
 def _check_parameters(parameters: Sequence[nn.Parameter]) -> None:

@@ -202,7 +202,9 @@ class AllReduceParameter:
             shard.abort()
             self._sent = self._put  # the step is over
             shard.publish(self.weight_partition, Vector([_there(self._held)]), self._put)
-            raise NonFiniteError(f"step {self._put}: a partition has put NaN or Inf.")
+            raise NonFiniteError(
+                f"step {self._put}: NaN or Inf in the gradients of partitions {list(gathered.nonfinite)}."
+            )
         share = len(gathered.arrived) / self.partition_num
         self._abandoned = shard.stragglers.too_few(len(gathered.arrived), self.partition_num) or share == 0
         if self._abandoned:

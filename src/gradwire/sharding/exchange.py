@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -129,7 +130,8 @@ class ProcessGroupExchange:
     """
 
     peers: ProcessPeers
-    _leaving: deque[Swap] = field(default_factory=deque, repr=False)  # what gloo has not sent yet, perhaps
+    # What may not have left yet. Our own connections keep it themselves, and who waits for the last waits for all.
+    _leaving: dict[int, deque[Swap]] = field(default_factory=lambda: defaultdict(deque), repr=False)
 
     @classmethod
     def of(cls, group: ProcessGroup | None = None, *, timeout_s: float = 300.0) -> ProcessGroupExchange:
@@ -150,10 +152,12 @@ class ProcessGroupExchange:
         """Start to send."""
         swap = self.peers.swap({}, tag % _TAGS, _WHAT)
         swap.send(to, block)
-        if not isinstance(self.peers, SocketPeers):  # whose connections keep what they send
-            self._leaving.append(swap)
-            if len(self._leaving) > _MOST_LEAVING * self.size:
-                self._leaving.popleft().wait()
+        leaving = self._leaving[to]
+        if isinstance(self.peers, SocketPeers):
+            leaving.clear()
+        elif len(leaving) >= _MOST_LEAVING:
+            leaving.popleft().wait()
+        leaving.append(swap)
 
     def take(self, source: int, tag: int, nbytes: int, timeout_s: float | None = None) -> Tensor | None:
         """Receive. A process that ends is noticed, and named, at once."""
@@ -173,7 +177,11 @@ class ProcessGroupExchange:
                 return None
 
     def close(self) -> None:
-        """End the connections."""
+        """End the connections, once everything has left, unless others are gone already."""
+        with suppress(PeerError):
+            for leaving in self._leaving.values():
+                while leaving:
+                    leaving.popleft().wait()
         self.peers.close()
 
 

@@ -107,6 +107,7 @@ class Gathered:
     arrived: tuple[int, ...]  # whose gradients are in it
     flags: int  # of all that came, or-ed
     note: int  # the same
+    nonfinite: tuple[int, ...]  # who has NaN or Inf, in this gradient or one before
 
 
 @dataclass
@@ -273,12 +274,14 @@ class Shard:
         tag, nbytes = self._gradient_tag(self.step), self._block_bytes(self.me)
         blocks = self.stragglers.collect(self.others_in_order, lambda rank, wait: self._take(rank, tag, nbytes, wait))
         letters, flags, note, arrived = [], self._flags, self._note, [] if self._own is None else [self.me]
+        nonfinite = [self.me] if flags & NONFINITE else []
         for rank, block in blocks.items():
             if block is None:
                 self._late.append((rank, tag, nbytes))
                 self.stragglers.count("dropped", rank, self.step)
                 continue
             told = int(block[-1])
+            nonfinite += [rank] if told & NONFINITE else []
             if self.stragglers.policy is not None and told & NONFINITE:
                 self.stragglers.count("dropped", rank, self.step)
             elif told & _NOTHING:
@@ -294,7 +297,7 @@ class Shard:
         self._own = None
         if not flags & NONFINITE:
             self._sum(letters, total)
-        return Gathered(total, tuple(sorted(arrived)), flags, note)
+        return Gathered(total, tuple(sorted(arrived)), flags, note, tuple(sorted(nonfinite)))
 
     def _sum(self, letters: list[tuple[int, Tensor]], total: Tensor) -> None:
         spec, key = self.specs[self.me], self._key(self.step)
