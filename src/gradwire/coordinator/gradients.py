@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from gradwire.coordinator.loop import Loop
 from gradwire.coordinator.rules import GradientChangeMode, Model, OptimizerFactory, Staleness, check_mode
 from gradwire.coordinator.structure import (
     Parameters,
@@ -33,7 +33,7 @@ class _Push:
     worker: str
 
 
-class DistributedGradientsCoordinator:
+class DistributedGradientsCoordinator(Loop):
     """Keeps a model's parameters and moves them by the gradients that any number of threads add.
 
     W <- W - G in ``"descent"`` mode, W + G in ``"ascent"``, one gradient after the other in the order they came; with
@@ -55,6 +55,8 @@ class DistributedGradientsCoordinator:
     >>> coordinator.get_model_parameters()
     tensor([0.5000, 3.0000])
     """
+
+    _name = "gradwire-coordinator"
 
     def __init__(
         self,
@@ -89,24 +91,18 @@ class DistributedGradientsCoordinator:
                 raise ConfigError(f"`{name}` must be {allowed}; got {value!r}.")
         if optimizer is not None and learning_rate != 1.0:
             raise ConfigError("`learning_rate` is the optimizer's affair if there is an `optimizer`.")
+        super().__init__(on_update)
         self._mode = check_mode(gradient_change_mode)
         self._optimizer, self._learning_rate, self._average_over = optimizer, float(learning_rate), average_over
         self._staleness, self._nonfinite = staleness or Staleness(), nonfinite
-        self._max_queue, self._when_full, self._on_update = max_queue, when_full, on_update
+        self._max_queue, self._when_full = max_queue, when_full
         self._model: Model | None = None
         self._structure: Structure = "tensor"
         self._queue: deque[_Push] = deque()
         self._then: dict[str, tuple[int, dict[str, Tensor]]] = {}  # what workers have read, and its version
-        self._lock = threading.Lock()  # of the parameters, and of all that follows
-        self._changed = threading.Condition(self._lock)
-        self._lifecycle = threading.RLock()  # of start and stop
-        self._thread: threading.Thread | None = None
-        self._stopping = False
         self._counts: Counter[str] = Counter()
         self._ages: Counter[int] = Counter()
         self._started = time.monotonic()
-        self.last_error: BaseException | None = None
-        """What went wrong in the loop, or in ``on_update``, last."""
 
     # Settings and parameters.
 
@@ -114,7 +110,7 @@ class DistributedGradientsCoordinator:
         """Change settings; the next gradient that is applied follows them."""
         if gradient_change_mode is not None:
             mode = check_mode(gradient_change_mode)
-            with self._lock:
+            with self._changed:
                 self._mode = mode
 
     def set_model_parameters(self, parameters: Parameters, do_not_deep_copy: bool = False) -> None:
@@ -127,7 +123,7 @@ class DistributedGradientsCoordinator:
         if bad is not None:
             raise NonFiniteError(f"{label('parameters', bad)} holds NaN or Inf.")
         kept = {n: each.detach() if do_not_deep_copy else each.detach().clone() for n, each in entries.items()}
-        with self._lock:
+        with self._changed:
             version = self._model.version + 1 if self._model is not None else 0
             self._model = Model(
                 kept, self._optimizer, self._learning_rate, self._average_over, self._staleness, version
@@ -151,7 +147,7 @@ class DistributedGradientsCoordinator:
         >>> coordinator.read()
         (0, tensor([1., 1.]))
         """
-        with self._lock:
+        with self._changed:
             model = self._there()
             entries = model.parameters
             if not do_not_deep_copy:
@@ -169,7 +165,7 @@ class DistributedGradientsCoordinator:
     @property
     def version(self) -> int:
         """How often the parameters have changed."""
-        with self._lock:
+        with self._changed:
             return self._there().version
 
     # Gradients.
@@ -232,50 +228,14 @@ class DistributedGradientsCoordinator:
 
     # The loop.
 
-    def start(self) -> None:
-        """Begin to apply gradients, also those that were added before."""
-        with self._lifecycle:
-            if self._thread is not None:
-                raise ConfigError("the coordinator has been started already: call stop first.")
-            with self._lock:
-                self._there()
-                self._stopping = False
-            self._thread = threading.Thread(target=self._run, daemon=True, name="gradwire-coordinator")
-            self._thread.start()
+    def _check_ready(self) -> None:
+        self._there()
 
-    def stop(self) -> None:
-        """Apply what has been added, and end the loop. Can be called again, and the coordinator started again."""
-        if threading.current_thread() is self._thread:
-            raise ConfigError("stop cannot be called by on_update: it waits for the loop that called it.")
-        with self._lifecycle:
-            if self._thread is None:
-                return
-            with self._changed:
-                self._stopping = True
-                self._changed.notify_all()
-            self._thread.join()
-            self._thread = None
+    def _idle(self) -> bool:
+        return not self._queue
 
-    @property
-    def running(self) -> bool:
-        """Whether gradients are being applied."""
-        return self._thread is not None
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._stopping)
-                if not self._queue:
-                    return
-                push = self._queue.popleft()
-                changed = self._apply(push)
-                version = self._there().version
-                self._changed.notify_all()
-            if changed and self._on_update is not None:
-                try:
-                    self._on_update(version)
-                except Exception as error:  # somebody else's: the loop must live
-                    self.last_error = error
+    def _work(self) -> int | None:
+        return self._there().version if self._apply(self._queue.popleft()) else None
 
     def _apply(self, push: _Push) -> bool:
         model = self._there()
@@ -294,7 +254,7 @@ class DistributedGradientsCoordinator:
 
     def metrics(self) -> dict[str, Any]:
         """Counts so far: gradients added, applied, cleared, refused by reason, failed; the queue; ages of gradients."""
-        with self._lock:
+        with self._changed:
             counts = {name: self._counts[name] for name in ("added", "applied", "cleared", "failed")}
             refused = {n.split(" ", 1)[1]: c for n, c in self._counts.items() if n.startswith("refused ")}
             return {

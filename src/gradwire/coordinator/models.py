@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from gradwire.coordinator.loop import Loop
 from gradwire.coordinator.rules import merged
 from gradwire.coordinator.structure import (
     Parameters,
@@ -25,7 +25,7 @@ from gradwire.errors import ConfigError, NonFiniteError
 __all__ = ["DistributedModelParametersCoordinator"]
 
 
-class DistributedModelParametersCoordinator:
+class DistributedModelParametersCoordinator(Loop):
     """Replaces the model by the average of copies that workers have trained, each time enough have come.
 
     ``copies`` of them make a round. With ``every_s`` a round also ends after so many seconds, if at least ``least``
@@ -41,6 +41,8 @@ class DistributedModelParametersCoordinator:
     >>> coordinator.get_model_parameters()
     tensor([2., 4.])
     """
+
+    _name = "gradwire-merger"
 
     def __init__(
         self,
@@ -60,17 +62,12 @@ class DistributedModelParametersCoordinator:
         if not isinstance(least, int) or not 1 <= least <= copies:
             raise ConfigError(f"`least` must be from 1 to {copies}, the copies of a round; got {least!r}.")
         self._copies, self._merge, self._every_s, self._least = copies, merge, every_s, least
-        self._on_update = on_update
+        super().__init__(on_update)
+        self._began = 0.0
         self._parameters: dict[str, Tensor] = {}
         self._structure: Structure = "tensor"
         self._given: list[tuple[dict[str, Tensor], float]] = []
-        self._changed = threading.Condition()
-        self._lifecycle = threading.RLock()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
         self._version, self._counts = 0, Counter[str]()
-        self.last_error: BaseException | None = None
-        """What went wrong in ``on_update`` last."""
 
     def set_model_parameters(self, parameters: Parameters) -> None:
         """The model to begin with."""
@@ -122,28 +119,6 @@ class DistributedModelParametersCoordinator:
             self._given.clear()
             return dropped
 
-    def start(self) -> None:
-        """Begin to merge."""
-        with self._lifecycle:
-            if self._thread is not None:
-                raise ConfigError("the coordinator has been started already: call stop first.")
-            with self._changed:
-                self._there()
-                self._stopping = False
-            self._thread = threading.Thread(target=self._run, daemon=True, name="gradwire-merger")
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Merge the rounds that are complete, and end the loop. Can be called again."""
-        with self._lifecycle:
-            if self._thread is None:
-                return
-            with self._changed:
-                self._stopping = True
-                self._changed.notify_all()
-            self._thread.join()
-            self._thread = None
-
     def metrics(self) -> dict[str, int]:
         """Copies added, refused, merged and waiting; rounds."""
         with self._changed:
@@ -154,28 +129,28 @@ class DistributedModelParametersCoordinator:
         if not self._parameters:
             raise ConfigError("there are no parameters: call set_model_parameters first.")
 
-    def _run(self) -> None:
-        began = time.monotonic()
-        while True:
-            with self._changed:
-                left = None if self._every_s is None else max(0.0, began + self._every_s - time.monotonic())
-                self._changed.wait_for(lambda: len(self._given) >= self._copies or self._stopping, left)
-                full = len(self._given) >= self._copies
-                late = self._every_s is not None and time.monotonic() >= began + self._every_s
-                if not full and self._stopping:
-                    return
-                if not full and (not late or len(self._given) < self._least):
-                    if late:
-                        began = time.monotonic()  # too few: another round of waiting
-                    continue
-                round_of = self._given[: self._copies]
-                del self._given[: len(round_of)]
-                self._parameters = merged([model for model, _ in round_of], [weight for _, weight in round_of])
-                self._version += 1
-                self._counts["merged"] += len(round_of)
-                version, began = self._version, time.monotonic()
-            if self._on_update is not None:
-                try:
-                    self._on_update(version)
-                except Exception as error:  # somebody else's: the loop must live
-                    self.last_error = error
+    # The loop.
+
+    def _check_ready(self) -> None:
+        self._there()
+        self._began = time.monotonic()
+
+    def _patience_s(self) -> float | None:
+        return None if self._every_s is None else max(0.0, self._began + self._every_s - time.monotonic())
+
+    def _idle(self) -> bool:
+        if len(self._given) >= self._copies:
+            return False
+        late = self._every_s is not None and time.monotonic() >= self._began + self._every_s
+        if late and len(self._given) < self._least:
+            self._began = time.monotonic()  # too few: another round of waiting
+        return not late or len(self._given) < self._least
+
+    def _work(self) -> int | None:
+        round_of = self._given[: self._copies]
+        del self._given[: len(round_of)]
+        self._parameters = merged([model for model, _ in round_of], [weight for _, weight in round_of])
+        self._version += 1
+        self._counts["merged"] += len(round_of)
+        self._began = time.monotonic()
+        return self._version
