@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 
 from gradwire.collectives.peers import Peers, tell
 from gradwire.errors import CheckpointError, WireError
+from gradwire.files import write_whole
 from gradwire.tree import from_bytes, from_tensors, to_bytes, to_tensors
 
 __all__ = [
@@ -90,7 +90,7 @@ def save_checkpoint(
         here.mkdir(parents=True, exist_ok=True)
         if peers.rank == 0:
             (here / _MARKER).unlink(missing_ok=True)
-        _write(here / _name(peers.rank, peers.size), data)
+        write_whole(here / _name(peers.rank, peers.size), data)
     except OSError as error:
         failure = str(error)
     told = tell(peers, f"{crc32(data)} {len(data)} {failure}"[:400], _TAG, "the saving of a checkpoint")
@@ -105,7 +105,7 @@ def save_checkpoint(
             "steps": optimizer.rounds,
             "files": [[int(x) for x in f] for f in files],
         }
-        _write(here / _MARKER, json.dumps(marker).encode())
+        write_whole(here / _MARKER, json.dumps(marker).encode())
         for old in _complete(Path(folder))[:-keep] if keep else []:
             shutil.rmtree(old, ignore_errors=True)
     tell(peers, "saved", _TAG, "the saving of a checkpoint")  # nobody goes on before it counts
@@ -164,21 +164,6 @@ def _trees(here: Path, rank: int, ranks: int, optimizer: Checkpointed) -> list[d
 
 def _name(rank: int, ranks: int) -> str:
     return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
-def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing, and on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _complete(folder: Path) -> list[Path]:

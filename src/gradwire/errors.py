@@ -8,6 +8,7 @@
     ├── NonFiniteError      (also ArithmeticError)  NaN or Inf where a gradient was expected
     ├── PeerError           (also RuntimeError)     another rank failed, or disagrees with this one
     ├── CheckpointError     (also RuntimeError)     a checkpoint that cannot be written, or is not whole
+    ├── JournalError        (also RuntimeError)     a journal that cannot be written, or is damaged
     ├── StaleGradientError  (also ValueError)       a gradient of parameters that are too old by now
     ├── QueueFullError      (also RuntimeError)     more gradients than the coordinator may keep
     ├── LabError            (also RuntimeError)     a lab of network namespaces cannot be made, found or used
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "GradwireError",
+    "JournalError",
     "LabError",
     "MissingExtraError",
     "NonFiniteError",
@@ -78,6 +80,14 @@ class CheckpointError(GradwireError, RuntimeError):
     """A checkpoint cannot be written, or is incomplete or damaged; the message names the file.
 
     >>> issubclass(CheckpointError, RuntimeError)
+    True
+    """
+
+
+class JournalError(GradwireError, RuntimeError):
+    """A journal cannot be written, or is damaged; the message says where, and what to do.
+
+    >>> issubclass(JournalError, RuntimeError)
     True
     """
 
