@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire import ConfigError, GradientCompressionOptimizer, ShardedOptimizerBase, ShardingConfiguration
+from gradwire import (
+    ConfigError,
+    GradientCompressionOptimizer,
+    ShardedOptimizerBase,
+    ShardingConfiguration,
+    StragglerPolicy,
+)
 from tests.workers.ranks import said, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(600)
@@ -493,6 +499,7 @@ def test_optimizers_that_step_more_than_once():
         ({"bucket_bytes": 10}, "`bucket_bytes` must be at least 1024; got 10"),
         ({"clip_norm": -1.0}, "`clip_norm` must be above 0, or None; got -1.0"),
         ({"nonfinite": "ignore"}, "`nonfinite` must be 'raise' or 'skip'; got 'ignore'"),
+        ({"stage": 0, "stragglers": StragglerPolicy()}, "`stage` must be 1 or 2 to leave out stragglers; got 0"),
         ({"stragglers": 0.1}, "`stragglers` must be a StragglerPolicy, or None; got 0.1"),
     ],
 )

@@ -25,13 +25,12 @@ from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
 from gradwire.optim.sharded_state import check_state, cut, joined
 from gradwire.sharding import ProcessGroupExchange, Stragglers, clip_norm, clip_value, global_norm
-from gradwire.sharding.shard import NONFINITE, STOP
+from gradwire.sharding.shard import NONFINITE, STOP, norm_tag, whole_tag
 from gradwire.tree import from_bytes, to_bytes
 
 __all__ = ["ShardTraffic", "ShardedOptimizerBase"]
 
-_NORM_TAGS: Final = 1 << 30
-_FULL_TAGS: Final = (1 << 30) + (1 << 29)
+_STATES: Final = 1 << 16  # beyond the places of parameters
 _INNER: Final = "params"
 
 
@@ -187,14 +186,14 @@ class ShardedOptimizerBase(Optimizer):
             self._take_first_ranks_weights()
 
     def _take_first_ranks_weights(self) -> None:
-        first, tag = 0, _FULL_TAGS
+        first = 0
         for place, parameter in enumerate(self._parameters):
             data = parameter.detach().to("cpu").contiguous()
             if self.exchange.rank == first:
                 for rank in range(1, self.exchange.size):
-                    self.exchange.put(rank, tag + place, data.view(-1).view(torch.uint8).clone())
+                    self.exchange.put(rank, whole_tag(place), data.view(-1).view(torch.uint8).clone())
             else:
-                block = self.exchange.take(first, tag + place, data.numel() * data.element_size())
+                block = self.exchange.take(first, whole_tag(place), data.numel() * data.element_size())
                 assert block is not None
                 parameter.detach().copy_(block.view(data.dtype).view(parameter.shape))
 
@@ -355,7 +354,7 @@ class ShardedOptimizerBase(Optimizer):
         self.synchronize_gradients()
         if self._bad():
             return math.nan
-        norm = global_norm(self._means(), self.exchange, _NORM_TAGS + self.buckets[0].shard.step, self.stragglers)
+        norm = global_norm(self._means(), self.exchange, norm_tag(self.rounds), self.stragglers)
         clip_norm(self._means(), norm, max_norm)
         self._norm = norm
         return norm
@@ -710,10 +709,10 @@ class ShardedOptimizerBase(Optimizer):
         sizes = [int(each) for each in tell(peers, str(mine.numel()), 2, "the exchange of states")]
         for rank in range(size):
             if rank != peers.rank:
-                self.exchange.put(rank, _FULL_TAGS - 1, mine)
+                self.exchange.put(rank, whole_tag(_STATES), mine)
         states = []
         for rank in range(size):
-            block = mine if rank == peers.rank else self.exchange.take(rank, _FULL_TAGS - 1, sizes[rank])
+            block = mine if rank == peers.rank else self.exchange.take(rank, whole_tag(_STATES), sizes[rank])
             assert block is not None
             states.append(from_bytes(block.numpy().tobytes()))
         return states

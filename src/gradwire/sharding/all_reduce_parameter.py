@@ -13,7 +13,7 @@ from gradwire.codecs import Codec, codec
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.sharding.clipping import clip_norm, clip_value, global_norm
 from gradwire.sharding.exchange import Exchange, InProcessExchange
-from gradwire.sharding.shard import NONFINITE, Gathered, Shard, Vector
+from gradwire.sharding.shard import NONFINITE, Gathered, Shard, Vector, norm_tag
 from gradwire.sharding.stragglers import StragglerPolicy, Stragglers
 from gradwire.transforms import for_training
 from gradwire.transforms.base import SenderTransform
@@ -21,7 +21,6 @@ from gradwire.transforms.base import SenderTransform
 __all__ = ["AllReduceParameter", "FutureResult"]
 
 _MOST_THREADS: Final = 8
-_NORM_TAGS: Final = 1 << 30  # far from those of blocks
 
 
 class FutureResult:
@@ -221,8 +220,8 @@ class AllReduceParameter:
 
     def clip_l2_norm(self, most: float) -> float:
         """Scale the gradient down to that norm, over all partitions, which must all call it. Returns what it was."""
-        tag = _NORM_TAGS + self._put * 4096 + self.id
-        norm = global_norm([self.gradient_partition], self._shard.exchange, tag, self._shard.stragglers)
+        tag, shard = norm_tag(self._put, self.id), self._shard
+        norm = global_norm([self.gradient_partition], shard.exchange, tag, shard.stragglers)
         clip_norm([self.gradient_partition], norm, most)
         return norm
 

@@ -28,13 +28,35 @@ from gradwire.sharding.stragglers import Stragglers
 from gradwire.transforms import ErrorFeedback, is_stateful
 from gradwire.wire import Key, TensorSpec
 
-__all__ = ["NONFINITE", "STOP", "Gathered", "Shard", "Vector"]
+__all__ = ["NONFINITE", "STOP", "Gathered", "Shard", "Vector", "norm_tag", "whole_tag"]
 
 NONFINITE: Final = 1  # flags a partition tells all others with its gradient
 STOP: Final = 2
 _NOTHING: Final = 4  # it has no gradient in this step
 _IDS: Final = 1 << 12
 _CPU: Final = torch.device("cpu")
+
+
+def _tag(step: int, kind: int, number: int) -> int:
+    return (4 * step + kind) * _IDS + number
+
+
+def norm_tag(step: int, number: int = 0) -> int:
+    """For a norm of a step, by the number of a parameter.
+
+    >>> norm_tag(0) == whole_tag(0)
+    False
+    """
+    return _tag(step, 2, number)
+
+
+def whole_tag(number: int) -> int:
+    """For something that travels as a whole, and not in steps.
+
+    >>> whole_tag(1) - whole_tag(0) > 1
+    True
+    """
+    return _tag(number, 3, 0)
 
 
 class Vector:
@@ -184,10 +206,10 @@ class Shard:
         return Key(self.seed, step, self.id + 1)
 
     def _gradient_tag(self, step: int) -> int:
-        return 2 * step * _IDS + self.id
+        return _tag(step, 0, self.id)
 
     def _weight_tag(self, version: int) -> int:
-        return (2 * version + 1) * _IDS + self.id
+        return _tag(version, 1, self.id)
 
     # Gradients.
 
