@@ -150,6 +150,10 @@ class Journal:
 
     def append(self, record: bytes) -> None:
         """Write a record; by the policy, wait until it is on the disk."""
+        self.wait(self.write(record))
+
+    def write(self, record: bytes) -> int:
+        """Write a record, which is not on the disk yet; returns what to wait for."""
         if not 0 < len(record) <= _LARGEST:
             raise ConfigError(f"`record` must have from 1 to {_LARGEST} bytes; got {len(record)}.")
         with self._lock:
@@ -163,11 +167,15 @@ class Journal:
             self._check()
             self._written += 1
             self.records += 1
-            mine = self._written
             self._lock.notify_all()
-            if self.fsync == "each":
-                self._lock.wait_for(lambda: self._durable >= mine or self._failure is not None)
-                if self._durable < mine:
+            return self._written
+
+    def wait(self, ticket: int) -> None:
+        """By the policy, wait until a record, and all before it, are on the disk."""
+        if self.fsync == "each":
+            with self._lock:
+                self._lock.wait_for(lambda: self._durable >= ticket or self._failure is not None)
+                if self._durable < ticket:
                     self._check()
 
     def _check(self) -> None:

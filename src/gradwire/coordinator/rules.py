@@ -163,14 +163,34 @@ class Model:
 
     # Its state.
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's, as it saves it."""
-        return {} if self._optimizer is None else self._optimizer.state_dict()
+    def state(self) -> dict[str, Any]:
+        """Everything that the next gradient depends on: copies, by string keys."""
+        optimizer = {} if self._optimizer is None else self._optimizer.state_dict()["state"]
+        return {
+            "parameters": {name: tensor.clone() for name, tensor in self.parameters.items()},
+            "version": self.version,
+            "waiting": self.waiting,
+            "sums": {name: tensor.clone() for name, tensor in self._sums.items()},
+            "counts": dict(self._counts),
+            "optimizer": {str(place): _cloned(each) for place, each in optimizer.items()},
+        }
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
-        if self._optimizer is not None and state:
-            self._optimizer.load_state_dict(dict(state))
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take it back, into parameters of the same names and shapes."""
+        check_entries("parameters", state["parameters"], self.parameters)
+        for name, tensor in state["parameters"].items():
+            self.parameters[name].copy_(tensor)
+        self.version, self.waiting = int(state["version"]), int(state["waiting"])
+        self._sums, self._counts = _cloned(state["sums"]), dict(state["counts"])
+        if self._optimizer is not None:
+            groups = self._optimizer.state_dict()["param_groups"]
+            told = {int(place): _cloned(each) for place, each in state["optimizer"].items()}
+            self._optimizer.load_state_dict({"state": told, "param_groups": groups})
+
+
+def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _mean(total: Tensor, count: int) -> Tensor:

@@ -205,12 +205,11 @@ class ShardedOptimizerBase(Optimizer):
         self.wrapped.state.clear()
         for group in self.wrapped.param_groups:
             group[_INNER] = [piece for p in group[_INNER] for piece, _, _ in pieces.get(id(p), [])]
-        for parameter in self._parameters:
-            for piece, first, last in pieces.get(id(parameter), []):
-                if parameter in old:
-                    self.wrapped.state[piece] = {
-                        name: _cut(value, parameter, piece, first, last) for name, value in old[parameter].items()
-                    }
+        for p in self._parameters:
+            whole = {"shape": list(p.shape), "weights": p.detach().view(-1), "master": None, "state": old.get(p, {})}
+            for piece, first, last in pieces.get(id(p), []):
+                if p in old:
+                    self.wrapped.state[piece] = cut(whole, first, last, piece.shape)["state"]
 
     def _pieces(self) -> dict[int, list[tuple[nn.Parameter, int, int]]]:
         """By the id of a parameter: what lives here of it, from where to where."""
@@ -439,13 +438,10 @@ class ShardedOptimizerBase(Optimizer):
     def _step_replicated(self) -> None:
         for bucket in self.buckets:
             for bit, parameter in enumerate(bucket.parameters):
-                if not self._used(bucket, bit):
+                if not bucket.note >> bit & 1:
                     parameter.grad = None
         self._copy_hyperparameters()
         self.wrapped.step()
-
-    def _used(self, bucket: Bucket, bit: int) -> bool:
-        return bool(bucket.note >> bit & 1)
 
     def _copy_hyperparameters(self) -> None:
         for mine, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
@@ -849,11 +845,4 @@ def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _cut(value: Any, parameter: Tensor, piece: Tensor, first: int, last: int) -> Any:
-    """What of a parameter's state belongs to a piece of it."""
-    if isinstance(value, Tensor) and value.shape == parameter.shape:
-        return value.detach().reshape(-1)[first:last].clone().view(piece.shape)
     return value.clone() if isinstance(value, Tensor) else value
