@@ -351,15 +351,16 @@ def loaded(rank, folder, before, stage, ratio, optimizer="adamw", feedback=True,
             "losses": [losses[0], sum(losses[-5:]) / 5], "steps": made.steps}  # fmt: skip
 
 
+def words_of(call):
+    try:
+        call()
+    except (ConfigError, gradwire.WireError) as error:
+        return str(error)
+    return "no error"
+
+
 def refused(rank, folder):
     """What is said of states that cannot be loaded."""
-
-    def words(call):
-        try:
-            call()
-        except (ConfigError, gradwire.WireError) as error:
-            return str(error)
-        return "no error"
 
     model = Net()
     made = wrapped(model, ratio=0.1)
@@ -370,13 +371,13 @@ def refused(rank, folder):
     sgd = wrapped(Net(), "sgd", ratio=0.1)
     small = ShardedOptimizerBase(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), configuration())
     return {
-        "ranks": words(lambda: made.load_state_dict(other)),
-        "rank": words(lambda: made.load_state_dict(alike)),
-        "wrapped": words(lambda: sgd.load_state_dict(state)),
-        "shapes": words(lambda: small.load_state_dict(state)),
-        "junk": words(lambda: made.deserialize(b"junk")),
-        "nothing": words(lambda: made.load_state_dict({})),
-        "missing": words(lambda: made.load_state_dict({k: v for k, v in state.items() if k != "pieces"})),
+        "ranks": words_of(lambda: made.load_state_dict(other)),
+        "rank": words_of(lambda: made.load_state_dict(alike)),
+        "wrapped": words_of(lambda: sgd.load_state_dict(state)),
+        "shapes": words_of(lambda: small.load_state_dict(state)),
+        "junk": words_of(lambda: made.deserialize(b"junk")),
+        "nothing": words_of(lambda: made.load_state_dict({})),
+        "missing": words_of(lambda: made.load_state_dict({k: v for k, v in state.items() if k != "pieces"})),
     }
 
 
@@ -777,30 +778,23 @@ def unusual_parameters(rank):
 
 
 def misused(rank):
-    def words(call):
-        try:
-            call()
-        except (ConfigError, gradwire.WireError) as error:
-            return str(error)
-        return "no error"
-
     model = Net()
     made = wrapped(model)
     data = gradwire.OptimizationData(Net(), lambda m, b: m(b).mean(), lambda step: torch.ones(1, 32), steps=1)
     said = {
-        "add_param_group": words(lambda: made.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})),
-        "deepcopy": words(lambda: copy.deepcopy(made)),
-        "pickle": words(lambda: copy.copy(made)),
-        "twice": words(lambda: ShardedOptimizerBase(made)),
-        "clip": words(lambda: made.clip_grad_norm_(math.nan)),
-        "nothing": words(lambda: made.load_state_dict(None)),
-        "text": words(lambda: made.deserialize("x")),
-        "codec": words(lambda: wrapped(model, ratio=0.1, gradients="bogus")),
-        "model": words(lambda: made.optimize(data)),
+        "add_param_group": words_of(lambda: made.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})),
+        "deepcopy": words_of(lambda: copy.deepcopy(made)),
+        "pickle": words_of(lambda: copy.copy(made)),
+        "twice": words_of(lambda: ShardedOptimizerBase(made)),
+        "clip": words_of(lambda: made.clip_grad_norm_(math.nan)),
+        "nothing": words_of(lambda: made.load_state_dict(None)),
+        "text": words_of(lambda: made.deserialize("x")),
+        "codec": words_of(lambda: wrapped(model, ratio=0.1, gradients="bogus")),
+        "model": words_of(lambda: made.optimize(data)),
     }
     made.close()
     made.close()
-    said["closed"] = [words(made.step), words(made.state_dict), words(lambda: made.load_state_dict({}))]
+    said["closed"] = [words_of(made.step), words_of(made.state_dict), words_of(lambda: made.load_state_dict({}))]
     return said
 
 
