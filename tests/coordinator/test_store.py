@@ -16,8 +16,10 @@ import torch
 
 import gradwire
 from gradwire import ConfigError, JournalError, StaleGradientError, Staleness
+from gradwire.coordinator.journal import repair
+from gradwire.coordinator.push import Push
 from gradwire.coordinator.rules import Model
-from gradwire.coordinator.store import Push, Store
+from gradwire.coordinator.store import Store
 
 START = {"w": torch.linspace(-1, 1, 50).view(5, 10), "b": torch.zeros(10)}
 
@@ -118,17 +120,93 @@ def nan_frame():
 
 
 def test_stores_that_cannot_be_opened(tmp_path):
-    with pytest.raises(ConfigError, match="has no store: give the parameters to begin with"):
-        Store(tmp_path, plain)
+    with Store(tmp_path, plain) as store, pytest.raises(ConfigError, match="there are no parameters"):
+        store.read()
     with pytest.raises(ConfigError, match="cannot be replayed"):
         Store(tmp_path / "c", lambda p: Model(p, staleness=Staleness(rule="compensate")), START)
     with pytest.raises(ConfigError, match="`snapshot_every` must be a whole number of at least 1; got 0"):
         Store(tmp_path / "d", plain, START, snapshot_every=0)
     with Store(tmp_path / "e", plain, START) as store:
         store.push(push("a", 1))
-    (tmp_path / "e" / "snapshot-0000000000.safetensors").unlink()
+    next((tmp_path / "e").glob("snapshot-*")).unlink()
     with pytest.raises(JournalError, match="has a journal, but no snapshot"):
         Store(tmp_path / "e", plain, START)
+
+
+def test_a_folder_is_of_one_store_at_a_time(tmp_path):
+    with Store(tmp_path, plain, START), pytest.raises(JournalError, match="is in use by another server"):
+        Store(tmp_path, plain)
+    with Store(tmp_path, plain) as store:
+        assert store.read()[0] == 0
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"`folder` .* cannot be used"):
+        Store(tmp_path / "file", plain, START)
+
+
+def test_a_journal_is_not_replayed_by_other_rules(tmp_path):
+    with Store(tmp_path, plain, START, rules="a") as store:
+        store.push(push("a", 1))
+    with pytest.raises(JournalError, match="was written by a server with other rules"):
+        Store(tmp_path, adam, rules="b")
+    with Store(tmp_path, plain, rules="a") as store:
+        store.snapshot()
+    with Store(tmp_path, adam, rules="b") as store:
+        store.push(push("a", 2))
+
+
+def test_a_damaged_snapshot_is_named(tmp_path):
+    with Store(tmp_path, plain, START):
+        pass
+    path = next(tmp_path.glob("snapshot-*"))
+    whole = path.read_bytes()
+    for damaged in (b"junk", whole[:-1], whole[:-6] + b"?" + whole[-5:]):
+        path.write_bytes(damaged)
+        with pytest.raises(JournalError, match=r"snapshot-0000000000-.*\.safetensors is damaged"):
+            Store(tmp_path, plain)
+    path.write_bytes(whole)  # and the folder was let go of each time
+    with Store(tmp_path, plain) as store:
+        assert store.read()[0] == 0
+
+
+def test_a_journal_that_is_missing_is_told(tmp_path):
+    with Store(tmp_path, plain, START) as store:
+        store.push(push("a", 1))
+        store.snapshot()
+        store.push(push("a", 2))
+    (tmp_path / "journal-0000000001").unlink()
+    with pytest.raises(JournalError, match="journal-0000000001 is missing"):
+        Store(tmp_path, plain)
+    (tmp_path / "journal-0000000001").touch()
+    with Store(tmp_path, plain) as store:
+        assert store.read()[0] == 1
+
+
+def test_what_is_kept_by_a_repair_is_applied_once(tmp_path):
+    with Store(tmp_path, plain, START) as store:
+        for number in range(1, 11):
+            store.push(push("a", number))
+    journal = tmp_path / "journal-0000000000"
+    damaged = bytearray(journal.read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    journal.write_bytes(damaged)
+    with pytest.raises(JournalError, match="gradwire serve repair"):
+        Store(tmp_path, plain)
+    kept, _ = repair(journal)
+    with Store(tmp_path, plain) as store:
+        assert store.read()[0] == store.replayed == kept
+        store.snapshot()
+
+
+def test_zeros_at_the_end_are_cut(tmp_path):
+    """As a loss of power may leave them: the file was made longer, and not written."""
+    with Store(tmp_path, plain, START) as store:
+        for number in range(1, 4):
+            store.push(push("a", number))
+    for zeros in (1, 8, 100):
+        with (tmp_path / "journal-0000000000").open("ab") as file:
+            file.write(bytes(zeros))
+        with Store(tmp_path, plain) as store:
+            assert store.replayed == 3
 
 
 def test_many_threads_and_snapshots_meanwhile(tmp_path):
@@ -147,6 +225,38 @@ def test_many_threads_and_snapshots_meanwhile(tmp_path):
     assert version == 600
     with Store(tmp_path, plain) as store:
         same(store.read(), expected)
+
+
+def test_a_new_session_takes_over_and_the_old_one_is_told(tmp_path):
+    with Store(tmp_path, plain, START) as store:
+        assert store.push(push("a", 7, session=1)) == 1
+        assert store.push(push("a", 1, session=2)) == 2
+        with pytest.raises(gradwire.PeerError, match="worker 'a' has begun session 2 since; one of session 1 cannot"):
+            store.push(push("a", 8, session=1))
+    with Store(tmp_path, plain) as store:
+        assert (store.last_session("a"), store.last_session("b")) == (2, 0)
+        assert store.push(push("a", 1, session=2)) == 2
+        assert store.read()[0] == 2
+
+
+@pytest.mark.parametrize("folder", [None, "store"])
+def test_other_parameters_and_cleared_averages_are_kept(tmp_path, folder):
+    path = None if folder is None else tmp_path / folder
+    with Store(path, averaging) as store:
+        assert store.empty
+        assert store.replace(START) == 0
+        assert [store.push(push("a", number)) for number in range(1, 6)] == [0, 0, 1, 1, 1]
+        assert store.clear() == 2
+        other = {"w": torch.ones(5, 10), "b": torch.ones(10)}
+        assert [store.push(push("a", number)) for number in range(6, 8)] == [1, 1]
+        assert store.replace(other) == 2
+        assert store.push(push("a", 8)) == 2
+        expected = store.read()
+        same((2, other), expected)
+    if path is not None:
+        with Store(path, averaging) as store:
+            same(store.read(), expected)
+            assert [store.push(push("a", number)) for number in range(8, 11)] == [2, 2, 3]
 
 
 SERVER = """
@@ -187,7 +297,7 @@ def test_nothing_that_was_acknowledged_is_lost_or_applied_twice(tmp_path):
             acknowledged[worker] = max(acknowledged[worker], number)
     shutil.copytree(tmp_path / "store", tmp_path / "copy")
     with Store(tmp_path / "store", adam) as store:
-        found, applied = store.read(), {worker: last for worker, (last, _) in store._acknowledged.items()}
+        found, applied = store.read(), {worker: last.sequence for worker, last in store._last.items()}
     assert all(applied[worker] >= last for worker, last in acknowledged.items())
     assert found[0] == sum(applied.values())  # each once: a worker's numbers have no gaps
     with Store(tmp_path / "copy", adam) as again:

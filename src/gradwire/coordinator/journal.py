@@ -18,9 +18,9 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 from zlib import crc32
 
 from gradwire.errors import ConfigError, JournalError
@@ -48,6 +48,8 @@ def _scan(data: memoryview, path: Path) -> tuple[list[memoryview], int, str]:
             return records, at, "torn"
         length, checksum = _HEAD.unpack_from(data, at)
         end = at + _HEAD.size + length
+        if not length:  # there is no such record: a file that was made longer, and not written
+            return records, at, "damaged" if any(data[at:]) else "torn"
         if end > len(data):
             return records, at, "torn" if not _any_record(data, at + 1) else "damaged"
         record = data[at + _HEAD.size : end]
@@ -143,7 +145,9 @@ class Journal:
             sync_folder(self.path.parent)
         self._lock = threading.Condition()
         self._written, self._durable, self._closed = self.records, self.records, False
+        self._wanted = self.records  # the last record that somebody waits for
         self._failure: OSError | None = None
+        self._waiting: list[tuple[int, Callable[[JournalError | None], Any]]] = []
         self._thread = threading.Thread(target=self._flush, daemon=True, name="gradwire-journal")
         if fsync != "off":
             self._thread.start()
@@ -167,16 +171,44 @@ class Journal:
             self._check()
             self._written += 1
             self.records += 1
-            self._lock.notify_all()
+            if self.fsync == "interval":
+                self._lock.notify_all()
             return self._written
 
     def wait(self, ticket: int) -> None:
         """By the policy, wait until a record, and all before it, are on the disk."""
         if self.fsync == "each":
             with self._lock:
+                self._want(ticket)
                 self._lock.wait_for(lambda: self._durable >= ticket or self._failure is not None)
                 if self._durable < ticket:
                     self._check()
+
+    def then(self, ticket: int, tell: Callable[[JournalError | None], Any]) -> bool:
+        """Like :meth:`wait`, without waiting: true if it need not be; or ``tell`` is called, by another thread."""
+        if self.fsync != "each":
+            return True
+        with self._lock:
+            if self._durable >= ticket:
+                return True
+            self._waiting.append((ticket, tell))
+            self._want(ticket)
+            self._tell()
+        return False
+
+    def _want(self, ticket: int) -> None:
+        """Somebody waits for a record. Not before: those that are written meanwhile go to the disk together."""
+        if ticket > self._wanted:
+            self._wanted = ticket
+            self._lock.notify_all()
+
+    def _tell(self) -> None:
+        """Call those whose records are on the disk, or never will be."""
+        over = self._failure is not None or (self._closed and not self._thread.is_alive())
+        done = [each for each in self._waiting if over or each[0] <= self._durable]
+        self._waiting = [each for each in self._waiting if each not in done]
+        for ticket, tell in done:
+            tell(None if ticket <= self._durable else JournalError(f"{self.path} cannot be written: {self._failure}."))
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -185,11 +217,15 @@ class Journal:
     def _fail(self, error: OSError) -> None:
         self._failure = error
         self._lock.notify_all()
+        self._tell()
+
+    def _due(self) -> bool:
+        return (self._wanted if self.fsync == "each" else self._written) > self._durable
 
     def _flush(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._written > self._durable or self._closed)
+                self._lock.wait_for(lambda: self._due() or self._closed)
                 if self._written <= self._durable:
                     return
                 upto, closing = self._written, self._closed
@@ -206,6 +242,7 @@ class Journal:
             with self._lock:
                 self._durable = max(self._durable, upto)
                 self._lock.notify_all()
+                self._tell()
 
     def close(self) -> None:
         """Everything to the disk, and the file closed."""

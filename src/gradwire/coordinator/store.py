@@ -6,77 +6,82 @@ the answer was lost is not applied twice.
 
 ::
 
-    snapshot-0000000007.safetensors    the model before the first record of journal 7
-    journal-0000000007                 pushes since then
-    journal-0000000008                 and more, if the snapshot of 8 was never finished
+    snapshot-0000000007-1c291ca3.safetensors    the model before the first record of journal 7, and its CRC-32
+    journal-0000000007                          pushes since then
+    journal-0000000008                          and more, if the snapshot of 8 was never finished
 """
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
-from gradwire.api import decode
 from gradwire.coordinator.journal import Fsync, Journal, read_journal
+from gradwire.coordinator.push import Push, decoded
 from gradwire.coordinator.rules import GradientChangeMode, Model, check_mode
-from gradwire.coordinator.structure import check_entries
-from gradwire.errors import ConfigError, GradwireError, JournalError
-from gradwire.files import write_whole
+from gradwire.coordinator.structure import Structure, check_entries
+from gradwire.errors import ConfigError, GradwireError, JournalError, PeerError, WireError
+from gradwire.files import lock_folder, write_whole
+from gradwire.kernels.memory import copy_of
 from gradwire.tree import from_bytes, to_bytes
+from gradwire.wire import crc32
 
-__all__ = ["Push", "Store"]
+__all__ = ["Receipt", "Store"]
 
-_LARGEST: Final = 1 << 30  # of a decoded entry
+_SNAPSHOT: Final = re.compile(r"snapshot-(\d+)-[0-9a-f]{8}\.safetensors")
+_JOURNAL: Final = re.compile(r"journal-(\d+)")
+
+
+def _checksum(data: bytes) -> str:
+    return f"{crc32(data):08x}"
 
 
 @dataclass(frozen=True)
-class Push:
-    """Gradients as they travel: encoded, by name, from a worker that numbers what it sends.
+class Receipt:
+    """What became of a push: ``version`` is the one it has made, or waits for others to make.
 
-    >>> import gradwire, torch
-    >>> push = Push("a", 1, {"w": gradwire.encode(torch.ones(2), "int8")}, version=3)
-    >>> Push.from_bytes(push.to_bytes()) == push
-    True
+    It is on the disk, by the journal's policy, when ``wait`` returns; ``applied`` is false of one that had been applied
+    before.
     """
 
-    worker: str
+    version: int
+    applied: bool
+    journal: Journal | None
+    ticket: int
+
+    def wait(self) -> int:
+        """Wait until it is safe to say so; returns the version."""
+        if self.journal is not None:
+            self.journal.wait(self.ticket)
+        return self.version
+
+    def safe_now(self, tell: Callable[[GradwireError | None], Any]) -> bool:
+        """Whether it need not be waited for; if it must, ``tell`` is called later, by another thread."""
+        return self.journal is None or self.journal.then(self.ticket, tell)
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The last push of a worker that was applied."""
+
+    session: int
     sequence: int
-    gradients: Mapping[str, bytes]
-    version: int | None = None
-    mode: GradientChangeMode = "descent"
-
-    def to_bytes(self) -> bytes:
-        """As a record."""
-        frames = {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in self.gradients.items()}
-        about = {"worker": self.worker, "sequence": self.sequence, "version": self.version, "mode": self.mode}
-        return to_bytes({**about, "gradients": frames})
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Push:
-        """Undo :meth:`to_bytes`; anything else raises :class:`~gradwire.errors.WireError`."""
-        tree = from_bytes(data)
-        right = isinstance(tree, dict) and {"worker", "sequence", "version", "mode", "gradients"} <= set(tree)
-        if not right or not isinstance(tree["gradients"], dict):
-            raise ConfigError("a record is not a push.")
-        frames = {name: frame.numpy().tobytes() for name, frame in tree["gradients"].items()}
-        return cls(str(tree["worker"]), int(tree["sequence"]), frames, tree["version"], check_mode(tree["mode"]))
-
-    def decoded(self) -> dict[str, Tensor]:
-        """The gradients."""
-        return {name: decode(data, max_bytes=_LARGEST) for name, data in self.gradients.items()}
+    version: int
 
 
 class Store:
     """A model that survives the end of its process.
 
     ``make`` builds the model, with the options it always has, from parameters; ``parameters`` are those of a new store,
-    and not looked at if the folder has one already. A snapshot is taken after ``snapshot_every`` pushes.
+    and not looked at if the folder has one already. A snapshot is taken after ``snapshot_every`` pushes. Without a
+    folder nothing survives. ``rules`` describe what ``make`` builds: a journal is not replayed by other ones.
 
     >>> import gradwire, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -92,111 +97,222 @@ class Store:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | None,
         make: Callable[[dict[str, Tensor]], Model],
         parameters: Mapping[str, Tensor] | None = None,
         *,
         fsync: Fsync = "each",
+        interval_s: float = 0.05,
         snapshot_every: int = 10_000,
+        mode: GradientChangeMode = "descent",
+        rules: str | None = None,
     ) -> None:
         if not isinstance(snapshot_every, int) or snapshot_every < 1:
             raise ConfigError(f"`snapshot_every` must be a whole number of at least 1; got {snapshot_every!r}.")
-        self.folder, self._fsync, self._every = Path(folder), fsync, snapshot_every
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = None if folder is None else Path(folder)
+        self._make, self._fsync, self._interval_s, self._every = make, fsync, interval_s, snapshot_every
         self._lock = threading.Lock()
         self._snapshots = threading.Lock()  # one at a time
-        self._acknowledged: dict[str, tuple[int, int]] = {}  # by worker: the last number, and the version it made
+        self._last: dict[str, _Last] = {}
+        self._model: Model | None = None
+        self._journal: Journal | None = None
+        self._number = 0
+        self._lock_file: int | None = None
+        self._rules = rules
+        self.structure: Structure = "dict"
+        self.mode: GradientChangeMode = check_mode(mode)
         self.replayed = 0
         """Pushes that the journal had after the snapshot."""
-        numbers = self._numbers("snapshot-*.safetensors")
+        if self.folder is not None:
+            self._lock_file = self._taken_folder(self.folder)
+        try:
+            if self.folder is not None:
+                self._find()
+            if self._model is None and parameters is not None:
+                self.replace(parameters)
+        except BaseException:
+            self.close()
+            raise
+
+    def _find(self) -> None:
+        """Open what the folder has, if it has something."""
+        numbers = self._numbers(_SNAPSHOT)
         if numbers:
-            self._open(make, numbers[-1])
-        elif parameters is None:
-            raise ConfigError(f"{self.folder} has no store: give the parameters to begin with.")
-        elif self._numbers("journal-*"):
+            self._open(numbers[-1])
+        elif self._numbers(_JOURNAL):
             raise JournalError(f"{self.folder} has a journal, but no snapshot to begin with.")
-        else:
-            self._model = make({name: tensor.detach().clone() for name, tensor in parameters.items()})
-            self._check_rule()
-            self._number = 0
-            self._save(0, self._state())
-        self._journal = Journal(self._journal_path(self._number), fsync)
 
-    def _check_rule(self) -> None:
-        if self._model.staleness.rule == "compensate":
+    @staticmethod
+    def _taken_folder(folder: Path) -> int:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            locked = lock_folder(folder)
+        except OSError as error:
+            raise ConfigError(f"`folder` {folder} cannot be used: {error.strerror}.") from None
+        if locked is None:
+            raise JournalError(f"{folder} is in use by another server.")
+        return locked
+
+    def _made(self, parameters: Mapping[str, Tensor]) -> Model:
+        model = self._make({name: tensor.detach().clone() for name, tensor in parameters.items()})
+        if self.folder is not None and model.staleness.rule == "compensate":
             raise ConfigError("compensated gradients depend on what workers have read, and cannot be replayed.")
+        return model
 
-    def _open(self, make: Callable[[dict[str, Tensor]], Model], number: int) -> None:
-        state = from_bytes(self._snapshot_path(number).read_bytes())
-        self._model = make({name: tensor.clone() for name, tensor in state["model"]["parameters"].items()})
-        self._check_rule()
-        self._model.load_state(state["model"])
-        self._acknowledged = {worker: (int(last), int(made)) for worker, (last, made) in state["acknowledged"].items()}
-        journals = [each for each in self._numbers("journal-*") if each >= number] or [number]
+    def _open(self, number: int) -> None:
+        path = self._snapshot_path(number)
+        data = path.read_bytes()
+        if _checksum(data) not in path.name:
+            raise JournalError(f"{path} is damaged: its checksum is {_checksum(data)}.")
+        try:
+            state = from_bytes(data)
+            told = state["rules"]
+        except (WireError, KeyError, TypeError) as error:
+            raise JournalError(f"{path} is damaged, or is no snapshot: {error}") from None
+        model = self._model = self._made(state["model"]["parameters"])
+        model.load_state(state["model"])
+        self._last = {worker: _Last(*map(int, each)) for worker, each in state["acknowledged"].items()}
+        self.structure, self.mode = state["structure"], check_mode(state["mode"])
+        journals = [each for each in self._numbers(_JOURNAL) if each >= number]
+        if number and number not in journals:  # the first may be missing: it is begun after the first snapshot
+            raise JournalError(
+                f"{self._journal_path(number)} is missing, and what was pushed after the snapshot with it. To go on "
+                "without: make an empty file of that name."
+            )
         for each in journals:
             path = self._journal_path(each)
-            for record in read_journal(path) if path.exists() else []:
-                self._apply(Push.from_bytes(record))
+            for record in read_journal(path):
+                if self._rules is not None and told != self._rules:
+                    raise JournalError(
+                        f"{path} was written by a server with other rules, and would not lead to the same parameters: "
+                        f"start it once more with {told}, and stop it; then change them."
+                    )
+                try:
+                    push = Push.from_bytes(record)
+                except WireError as error:
+                    raise JournalError(
+                        f"{path}: {error} To keep what is before it: gradwire serve repair {path}"
+                    ) from None
+                self._apply(model, push, decoded("gradients", push.gradients, model.parameters))
                 self.replayed += 1
-        self._number = journals[-1]
+        self._number = max([number, *journals])
+        self._journal = self._new_journal()
 
     # What it does.
 
-    def push(self, push: Push) -> int:
-        """Apply gradients, and return when they are safe: the version that they have made, or wait for.
+    def there(self) -> Model:
+        """The model, or an error if there is none yet."""
+        if self._model is None:
+            raise ConfigError("there are no parameters: set_model_parameters first.")
+        return self._model
 
-        A push with a number that is not above the worker's last has been applied before, and is not again.
-        """
-        gradients = push.decoded()
+    @property
+    def empty(self) -> bool:
+        """Whether there is no model yet."""
+        return self._model is None
+
+    def last_session(self, worker: str) -> int:
+        """The highest session of a worker that has pushed something; 0 if it never did."""
+        known = self._last.get(worker)
+        return 0 if known is None else known.session
+
+    def forget(self, worker: str) -> None:
+        """A worker is not expected to come again."""
         with self._lock:
-            known = self._acknowledged.get(push.worker)
-            if known is not None and push.sequence <= known[0]:
-                ticket, version, full = self._journal.records, known[1], False
-            else:
-                check_entries("gradients", gradients, self._model.parameters)
-                self._model.staleness.check(push.version, self._model.version)
-                ticket = self._journal.write(push.to_bytes())
-                version = self._apply(push, gradients)
-                full = self._journal.records >= self._every
-            journal = self._journal
-        journal.wait(ticket)
-        if full:
+            self._last.pop(worker, None)
+
+    def take(self, push: Push, checksums: Mapping[str, int] | None = None) -> Receipt:
+        """Apply gradients; they are safe when the receipt has been waited for.
+
+        One that the worker has sent before is not applied again. One of an earlier session is refused: another client
+        goes by the same name. ``checksums`` are those of the frames, if they are known already.
+        """
+        gradients = decoded("gradients", push.gradients, self.there().parameters, checksums)
+        with self._lock:
+            model, known = self.there(), self._last.get(push.worker)
+            if known is not None and push.session < known.session:
+                raise PeerError(
+                    f"worker {push.worker!r} has begun session {known.session} since; one of session {push.session} "
+                    "cannot push any more. Do two workers have the same name?"
+                )
+            if known is not None and (push.session, push.sequence) <= (known.session, known.sequence):
+                ticket = 0 if self._journal is None else self._journal.records
+                return Receipt(known.version, False, self._journal, ticket)
+            check_entries("gradients", gradients, model.parameters)  # they may have been replaced meanwhile
+            model.staleness.check(push.version, model.version)
+            ticket = 0 if self._journal is None else self._journal.write(push.to_bytes())
+            return Receipt(self._apply(model, push, gradients), True, self._journal, ticket)
+
+    def push(self, push: Push) -> int:
+        """Apply gradients, and return when they are safe: the version that they have made, or wait for."""
+        version = self.take(push).wait()
+        if self.snapshot_due:
             self.snapshot()
         return version
 
-    def _apply(self, push: Push, gradients: Mapping[str, Tensor] | None = None) -> int:
-        self._model.take(gradients if gradients is not None else push.decoded(), push.mode, version=push.version)
-        self._acknowledged[push.worker] = (push.sequence, self._model.version)
-        return self._model.version
+    def _apply(self, model: Model, push: Push, gradients: Mapping[str, Tensor]) -> int:
+        model.take(gradients, push.mode, version=push.version)
+        self._last[push.worker] = _Last(push.session, push.sequence, model.version)
+        return model.version
 
     def read(self) -> tuple[int, dict[str, Tensor]]:
         """The version, and a copy of the parameters."""
         with self._lock:
-            return self._model.version, {name: tensor.clone() for name, tensor in self._model.parameters.items()}
+            model = self.there()
+            return model.version, {name: copy_of(tensor) for name, tensor in model.parameters.items()}
+
+    def replace(self, parameters: Mapping[str, Tensor], structure: Structure = "dict") -> int:
+        """Go on with other parameters, which are safe when this returns.
+
+        An optimizer begins anew, the version goes on.
+        """
+        model = self._made(parameters)
+        with self._snapshots, self._lock:
+            if self._model is not None:
+                model.version = self._model.version + 1
+            self._model, self.structure = model, structure
+            self._begin_anew()
+            return model.version
+
+    def set_mode(self, mode: GradientChangeMode) -> None:
+        """Which way gradients move the parameters from now on, and after a restart."""
+        with self._snapshots, self._lock:
+            if mode != self.mode:
+                self.mode = check_mode(mode)
+                if self._model is not None:
+                    self._begin_anew()
+
+    def clear(self) -> int:
+        """Forget gradients that wait for others to be averaged with, for good; how many there were."""
+        with self._snapshots, self._lock:
+            dropped = self.there().clear()
+            if dropped:
+                self._begin_anew()
+            return dropped
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether the journal has become long."""
+        return self._journal is not None and self._journal.records >= self._every
 
     def snapshot(self) -> None:
         """Save the model; pushes go on meanwhile, into a new journal."""
         with self._snapshots:
             with self._lock:
-                if not self._journal.records:
+                if self._journal is None or not self._journal.records:
                     return
-                state = self._state()
-                self._journal.close()  # on the disk, before anything that is in it is acknowledged again
-                self._number += 1
-                number = self._number
-                self._journal = Journal(self._journal_path(number), self._fsync)
+                state, number = self._state(), self._turn(self._journal)
             self._save(number, state)
-            for each in self._numbers("journal-*"):
-                if each < number:
-                    self._journal_path(each).unlink()
-            for each in self._numbers("snapshot-*.safetensors"):
-                if each < number:
-                    self._snapshot_path(each).unlink()
+            self._forget(number)
 
     def close(self) -> None:
         """Bring everything to the disk."""
         with self._lock:
-            self._journal.close()
+            if self._journal is not None:
+                self._journal.close()
+            if self._lock_file is not None:
+                os.close(self._lock_file)
+                self._lock_file = None
 
     def __enter__(self) -> Store:
         return self
@@ -206,22 +322,59 @@ class Store:
 
     # Files.
 
+    def _begin_anew(self) -> None:
+        """Save a model that the journal does not lead to; the lock is held, for no push may come before that."""
+        if self.folder is None:
+            return
+        if self._journal is None:
+            self._save(self._number, self._state())  # first: a journal without a snapshot would be of no use
+            self._journal = self._new_journal()
+        else:
+            number = self._turn(self._journal)
+            self._save(number, self._state())
+            self._forget(number)
+
+    def _turn(self, journal: Journal) -> int:
+        """Begin a new journal, whose snapshot is about to be saved; its number."""
+        journal.close()  # on the disk, before anything that is in it is acknowledged again
+        self._number += 1
+        self._journal = self._new_journal()
+        return self._number
+
+    def _new_journal(self) -> Journal:
+        return Journal(self._journal_path(self._number), self._fsync, self._interval_s)
+
+    def _forget(self, number: int) -> None:
+        """Remove what a snapshot has made superfluous."""
+        for each in self._numbers(_JOURNAL):
+            if each < number:
+                self._journal_path(each).unlink()
+        for each in self._numbers(_SNAPSHOT):
+            if each < number:
+                self._snapshot_path(each).unlink()
+
     def _state(self) -> dict[str, Any]:
-        acknowledged = {worker: list(each) for worker, each in self._acknowledged.items()}
-        return {"model": self._model.state(), "acknowledged": acknowledged}
+        acknowledged = {name: [last.session, last.sequence, last.version] for name, last in self._last.items()}
+        about = {"structure": self.structure, "mode": self.mode, "rules": self._rules}
+        return {"model": self.there().state(), "acknowledged": acknowledged, **about}
 
     def _save(self, number: int, state: dict[str, Any]) -> None:
         try:
-            write_whole(self._snapshot_path(number), to_bytes(state))
+            data = to_bytes(state)
+            write_whole(self._root() / f"snapshot-{number:010d}-{_checksum(data)}.safetensors", data)
         except GradwireError as error:
             raise JournalError(f"the model cannot be saved: {error}") from error
 
     def _snapshot_path(self, number: int) -> Path:
-        return self.folder / f"snapshot-{number:010d}.safetensors"
+        return next(self._root().glob(f"snapshot-{number:010d}-????????.safetensors"))
 
     def _journal_path(self, number: int) -> Path:
-        return self.folder / f"journal-{number:010d}"
+        return self._root() / f"journal-{number:010d}"
 
-    def _numbers(self, pattern: str) -> list[int]:
-        found = [path.name.split("-")[1].split(".")[0] for path in self.folder.glob(pattern)]
-        return sorted(int(each) for each in found if each.isdigit())
+    def _root(self) -> Path:
+        assert self.folder is not None
+        return self.folder
+
+    def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
+        found = (pattern.fullmatch(path.name) for path in self._root().iterdir())
+        return sorted({int(match.group(1)) for match in found if match is not None})

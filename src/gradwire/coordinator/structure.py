@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, NonFiniteError
+from gradwire.wire import FLOAT_DTYPES
 
 __all__ = ["Parameters", "Structure", "entries_of", "restored"]
 
@@ -69,13 +70,19 @@ def label(what: str, name: str) -> str:
     return f"`{what}[{name!r}]`" if name else f"`{what}`"
 
 
+def known_entry(what: str, name: str, like: Mapping[str, Tensor]) -> Tensor:
+    """The parameter of a name, or an error."""
+    wanted = like.get(name)
+    if wanted is None:
+        known = ", ".join(map(repr, list(like)[:5])) + (", ..." if len(like) > 5 else "")
+        raise ConfigError(f"{label(what, name)} is not one of the parameters: {known}.")
+    return wanted
+
+
 def check_entries(what: str, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Raise unless every entry is one of those it should be like, of the same shape and kind of number."""
     for name, tensor in given.items():
-        wanted = like.get(name)
-        if wanted is None:
-            known = ", ".join(map(repr, list(like)[:5])) + (", ..." if len(like) > 5 else "")
-            raise ConfigError(f"{label(what, name)} is not one of the parameters: {known}.")
+        wanted = known_entry(what, name, like)
         if tensor.shape != wanted.shape:
             raise ConfigError(
                 f"{label(what, name)} must have shape {tuple(wanted.shape)}, as the parameter; "
@@ -83,6 +90,21 @@ def check_entries(what: str, given: Mapping[str, Tensor], like: Mapping[str, Ten
             )
         if tensor.dtype != wanted.dtype:
             raise ConfigError(f"{label(what, name)} must be {wanted.dtype}, as the parameter; got {tensor.dtype}.")
+
+
+def check_parameters(given: Mapping[str, Tensor]) -> None:
+    """Raise unless all of them are finite, and of a kind that can travel."""
+    check_kinds("parameters", given)
+    bad = nonfinite_entry(given)
+    if bad is not None:
+        raise NonFiniteError(f"{label('parameters', bad)} holds NaN or Inf.")
+
+
+def check_kinds(what: str, given: Mapping[str, Tensor]) -> None:
+    """Raise unless all of them are of a kind that can travel."""
+    for name, tensor in given.items():
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ConfigError(f"{label(what, name)} must be float32, float16 or bfloat16; got {tensor.dtype}.")
 
 
 def nonfinite_entry(given: Mapping[str, Tensor]) -> str | None:

@@ -1,0 +1,164 @@
+"""What every call of a server works on: the store, who may do what, limits and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from gradwire.coordinator.access import Access, Identity
+from gradwire.coordinator.copies import Copies
+from gradwire.coordinator.metrics import ServerMetrics
+from gradwire.coordinator.rules import Model, OptimizerFactory
+from gradwire.coordinator.settings import ServeSettings
+from gradwire.coordinator.store import Store
+from gradwire.coordinator.structure import check_parameters, entries_of
+from gradwire.errors import AccessError, ConfigError, GradwireError
+
+__all__ = ["Host"]
+
+_log: Final = logging.getLogger("gradwire.serve")
+_SLOWEST: Final = 65_536  # bytes a second
+
+
+class Host:
+    """A model that is served."""
+
+    def __init__(
+        self, settings: ServeSettings, parameters: dict[str, Tensor] | None, optimizer: OptimizerFactory | None
+    ) -> None:
+        self.settings = settings
+        rules, kept = settings.model, settings.durability
+        if optimizer is not None and rules.optimizer is not None:
+            raise ConfigError("`optimizer` is given twice: as a function, and by its name in the settings.")
+        factory = optimizer or rules.factory()
+        if factory is not None and rules.learning_rate != 1.0:
+            raise ConfigError("`learning_rate` is the optimizer's affair if there is an `optimizer`.")
+        if parameters is None and rules.file is not None:
+            parameters = _parameters_of(Path(rules.file))
+        if parameters is not None:
+            check_parameters(entries_of("parameters", parameters)[0])
+        self.store = Store(
+            kept.folder,
+            lambda given: Model(given, factory, rules.learning_rate, rules.average_over, settings.staleness),
+            parameters,
+            fsync=kept.fsync,
+            interval_s=kept.interval_s,
+            snapshot_every=kept.snapshot_every,
+            mode=rules.mode,
+            rules=str(
+                {
+                    "learning_rate": rules.learning_rate,
+                    "average_over": rules.average_over,
+                    "optimizer": "a function" if optimizer is not None else rules.optimizer,
+                    "options": dict(rules.options),
+                    "staleness": settings.staleness.rule,
+                }
+            ),
+        )
+        self.access = Access(settings.workers)
+        self.metrics = ServerMetrics()
+        self.copies = Copies(int(settings.limits.reader_mb * 1e6), settings.limits.workers)
+        self.workers: dict[str, float] = {}  # when each was last heard of
+        self.queued = 0
+        self.draining = False
+        self.on_drain: Callable[[], Any] = lambda: None
+        self._snapshotting = False
+        self._unfinished: dict[Any, float] = {}  # tasks that wait for the rest of something, and for how long
+        self._pool = ThreadPoolExecutor(4, "gradwire-serve")
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has a model, and takes pushes."""
+        return not self.draining and not self.store.empty
+
+    def drain(self) -> None:
+        """Take no more pushes, and end when those that are there are done."""
+        self.draining = True
+        self.on_drain()
+
+    def off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do something that takes its time, on another thread."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    def snapshot(self) -> None:
+        """Save the model."""
+        self.store.snapshot()
+        self.metrics.count("snapshots")
+
+    def snapshot_if_due(self) -> None:
+        """Save the model on another thread, if the journal has become long."""
+        if not self.store.snapshot_due or self._snapshotting:
+            return
+        self._snapshotting = True
+
+        def work() -> None:
+            try:
+                self.snapshot()
+            except GradwireError as error:
+                _log.error("%s", error)
+            finally:
+                self._snapshotting = False
+
+        self._pool.submit(work)
+
+    def close(self) -> None:
+        """Save, and let go of everything."""
+        self._pool.shutdown()  # first: what it still works on belongs into the snapshot
+        self.store.snapshot()
+        self.store.close()
+
+    # Who calls.
+
+    def identity(self, context: Any) -> Identity:
+        """Who has made a call, by its token or its certificate."""
+        if self.access.open:
+            return self.access.anybody()
+        for name, value in context.invocation_metadata() or ():
+            if name == "authorization":
+                kind, _, token = str(value).partition(" ")
+                if kind.lower() != "bearer":
+                    raise AccessError("`authorization` must be: Bearer TOKEN.")
+                return self.access.by_token(token)
+        told = context.auth_context()
+        names = [*told.get("x509_common_name", []), *told.get("x509_subject_alternative_name", [])]
+        if names:
+            return self.access.by_certificate(name.decode(errors="replace") for name in names)
+        raise AccessError("neither a token nor a certificate was given.")
+
+    # Who is late.
+
+    def unfinished(self, task: Any, since: float, nbytes: int) -> None:
+        """A task waits for the rest of so many bytes: it must come in time."""
+        self._unfinished[task] = since + self.settings.limits.push_s + nbytes / _SLOWEST
+
+    def finished(self, task: Any) -> None:
+        """All of it has come."""
+        self._unfinished.pop(task, None)
+
+    async def watch(self) -> None:
+        """End tasks whose rest does not come."""
+        while True:
+            await asyncio.sleep(min(1.0, self.settings.limits.push_s / 4))
+            now = time.monotonic()
+            for task, end in list(self._unfinished.items()):
+                if end < now:
+                    del self._unfinished[task]
+                    self.metrics.refused("SLOW")
+                    task.cancel()
+
+
+def _parameters_of(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"`file` {path} must be safetensors: {error}.") from None

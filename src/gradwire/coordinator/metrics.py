@@ -1,0 +1,127 @@
+"""What a server has done, for people and for Prometheus."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+from gradwire.errors import ConfigError
+
+__all__ = ["MetricsServer", "ServerMetrics"]
+
+_AGES: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class ServerMetrics:
+    """Counts, from any thread.
+
+    >>> metrics = ServerMetrics()
+    >>> metrics.applied(age=3)
+    >>> metrics.refused("STALE")
+    >>> print(metrics.prometheus({"version": 7}).splitlines()[-1])
+    gradwire_version 7
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.ages: Counter[int] = Counter()
+        self.started = time.monotonic()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Count something."""
+        with self._lock:
+            self.counts[name] += number
+
+    def applied(self, age: int | None) -> None:
+        """A push was applied, that was so many versions old."""
+        with self._lock:
+            self.counts["applied"] += 1
+            if age is not None:
+                self.ages[min(age, _AGES[-1] + 1)] += 1  # so that no worker can make it long
+
+    def refused(self, reason: str) -> None:
+        """A push or a call was refused."""
+        with self._lock:
+            self.refusals[reason] += 1
+
+    def prometheus(self, gauges: Mapping[str, float]) -> str:
+        """Everything in Prometheus's text format; ``gauges`` are values of this moment."""
+        with self._lock:
+            return "\n".join(self._lines(gauges)) + "\n"
+
+    def _lines(self, gauges: Mapping[str, float]) -> Iterator[str]:
+        for name, text in (
+            ("applied", "pushes applied"),
+            ("repeated", "pushes that had been applied before"),
+            ("pulls", "reads of the parameters"),
+            ("received_bytes", "bytes of pushes"),
+            ("sent_bytes", "bytes of parameters"),
+            ("snapshots", "snapshots saved"),
+        ):
+            yield f"# HELP gradwire_{name}_total {text}"
+            yield f"# TYPE gradwire_{name}_total counter"
+            yield f"gradwire_{name}_total {self.counts[name]}"
+        yield "# HELP gradwire_refused_total calls and pushes that were refused"
+        yield "# TYPE gradwire_refused_total counter"
+        for reason, number in sorted(self.refusals.items()):
+            yield f'gradwire_refused_total{{reason="{reason}"}} {number}'
+        yield "# HELP gradwire_staleness versions that gradients were behind"
+        yield "# TYPE gradwire_staleness histogram"
+        for edge in _AGES:
+            yield f'gradwire_staleness_bucket{{le="{edge}"}} {sum(n for age, n in self.ages.items() if age <= edge)}'
+        total = sum(self.ages.values())
+        yield f'gradwire_staleness_bucket{{le="+Inf"}} {total}'
+        yield f"gradwire_staleness_sum {sum(age * number for age, number in self.ages.items())}"
+        yield f"gradwire_staleness_count {total}"
+        for name, value in gauges.items():
+            yield f"# TYPE gradwire_{name} gauge"
+            yield f"gradwire_{name} {value:g}"
+
+
+class MetricsServer:
+    """``/metrics``, ``/health`` and ``/ready`` by HTTP, on a thread of its own."""
+
+    def __init__(self, address: str, metrics: Callable[[], str], ready: Callable[[], bool]) -> None:
+        host, _, port = address.rpartition(":")
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10  # whoever sends half a request does not hold a thread
+
+            def do_GET(self) -> None:
+                pages: dict[str, Callable[[], tuple[int, str]]] = {
+                    "/metrics": lambda: (200, metrics()),
+                    "/health": lambda: (200, "alive\n"),
+                    "/ready": lambda: (200, "ready\n") if ready() else (503, "not ready\n"),
+                }
+                page = pages.get(self.path.partition("?")[0])
+                status, text = page() if page is not None else (404, "there are /metrics, /health and /ready\n")
+                data = text.encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
+                pass
+
+        try:
+            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+        except OSError as error:
+            raise ConfigError(f"`metrics` {address} cannot be had: {error.strerror or error}.") from None
+        self._server.daemon_threads = True
+        self.address = f"{host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="gradwire-metrics")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,140 @@
+"""Gradients as they travel, and as the journal keeps them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from gradwire import wire
+from gradwire.api import decode_payload
+from gradwire.coordinator.rules import GradientChangeMode, check_mode
+from gradwire.coordinator.structure import known_entry, label
+from gradwire.errors import ConfigError, WireError
+from gradwire.kernels import ops
+from gradwire.wire import Key, Payload, TensorSpec
+
+__all__ = ["Push", "decoded", "exact", "split"]
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Push:
+    """Encoded gradients by name, from a worker that numbers what it sends.
+
+    A worker that starts again begins a new ``session`` with a higher number; ``sequence`` counts inside of it.
+
+    >>> import gradwire, torch
+    >>> push = Push("a", 1, {"w": gradwire.encode(torch.ones(2), "int8")}, version=3)
+    >>> Push.from_bytes(push.to_bytes()) == push
+    True
+    """
+
+    worker: str
+    sequence: int
+    gradients: Mapping[str, bytes | memoryview]
+    version: int | None = None
+    mode: GradientChangeMode = "descent"
+    session: int = 0
+
+    def to_bytes(self) -> bytes:
+        """As a record: the length of a description in JSON, the description, the gradients."""
+        about = {
+            "worker": self.worker,
+            "session": self.session,
+            "sequence": self.sequence,
+            "version": self.version,
+            "mode": self.mode,
+            "gradients": [[name, len(data)] for name, data in self.gradients.items()],
+        }
+        text = json.dumps(about).encode()
+        return b"".join([_LENGTH.pack(len(text)), text, *self.gradients.values()])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Push:
+        """Undo :meth:`to_bytes`; anything else raises :class:`~gradwire.errors.WireError`.
+
+        >>> Push.from_bytes(b"junk!")
+        Traceback (most recent call last):
+        gradwire.errors.WireError: a record of 5 bytes is not a push.
+        """
+        try:
+            start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+            about = json.loads(data[_LENGTH.size : start])
+            gradients = split(memoryview(data)[start:], [(str(n), int(size)) for n, size in about["gradients"]])
+            version = None if about["version"] is None else int(about["version"])
+            return cls(
+                str(about["worker"]),
+                int(about["sequence"]),
+                {name: bytes(frame) for name, frame in gradients.items()},
+                version,
+                check_mode(about["mode"]),
+                int(about["session"]),
+            )
+        except (struct.error, ValueError, KeyError, TypeError) as error:
+            raise WireError(f"a record of {len(data)} bytes is not a push.") from error
+
+
+def exact(tensor: Tensor) -> Payload:
+    """A tensor as it is, not copied, as a payload of the codec ``none``.
+
+    >>> import torch
+    >>> torch.equal(decode_payload(exact(torch.ones(2))), torch.ones(2))
+    True
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    return Payload("none", TensorSpec.of(tensor), Key(), (flat,), ops.count_nonfinite(flat))
+
+
+def split(data: memoryview, sizes: list[tuple[str, int]]) -> dict[str, memoryview]:
+    """Pieces of data by name, one after the other; they must fill it.
+
+    >>> {name: bytes(piece) for name, piece in split(memoryview(b"abc"), [("x", 1), ("y", 2)]).items()}
+    {'x': b'a', 'y': b'bc'}
+    """
+    pieces, at = {}, 0
+    for name, size in sizes:
+        if name in pieces:
+            raise WireError(f"{name!r} is there twice.")
+        if size < 0 or at + size > len(data):
+            break
+        pieces[name] = data[at : at + size]
+        at += size
+    if at != len(data) or len(pieces) != len(sizes):
+        raise WireError(f"entries of {sum(size for _, size in sizes)} bytes were announced; got {len(data)}.")
+    return pieces
+
+
+def decoded(
+    what: str,
+    frames: Mapping[str, bytes | memoryview],
+    like: Mapping[str, Tensor],
+    checksums: Mapping[str, int] | None = None,
+) -> dict[str, Tensor]:
+    """Tensors of frames, each of which must be of one of the entries, its shape and dtype: looked at before decoding.
+
+    ``checksums`` are those of the frames, if they are known already.
+
+    >>> import gradwire, torch
+    >>> decoded("gradients", {"w": gradwire.encode(torch.ones(3), "int8")}, {"w": torch.zeros(2)})
+    Traceback (most recent call last):
+    gradwire.errors.ConfigError: `gradients['w']` must have shape (2,) and torch.float32, as the parameter; got (3,)...
+    """
+    result = {}
+    for name, frame in frames.items():
+        wanted = known_entry(what, name, like)
+        checksum = None if checksums is None else checksums.get(name)
+        payload = wire.unpack(frame, copy=memoryview(frame).readonly, checksum=checksum)
+        if payload.spec != TensorSpec(tuple(wanted.shape), wanted.dtype):
+            raise ConfigError(
+                f"{label(what, name)} must have shape {tuple(wanted.shape)} and {wanted.dtype}, as the parameter; got "
+                f"{payload.spec.shape} and {payload.spec.dtype}."
+            )
+        payload.check_finite()
+        result[name] = decode_payload(payload)
+    return result

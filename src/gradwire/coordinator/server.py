@@ -1,0 +1,197 @@
+"""A server of the coordinator: an address, and what it does from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from gradwire.coordinator.host import Host
+from gradwire.coordinator.metrics import MetricsServer
+from gradwire.coordinator.protocol import grpc_module
+from gradwire.coordinator.protocol.parts import PART_BYTES, READ_CHUNKS
+from gradwire.coordinator.rules import OptimizerFactory
+from gradwire.coordinator.service import Service
+from gradwire.coordinator.settings import ServeSettings, is_loopback
+from gradwire.errors import ConfigError
+
+__all__ = ["Server", "serve"]
+
+_log: Final = logging.getLogger("gradwire.serve")
+
+
+def serve(
+    settings: ServeSettings | None = None,
+    *,
+    parameters: dict[str, Tensor] | None = None,
+    optimizer: OptimizerFactory | None = None,
+) -> Server:
+    """Start a server on a thread of its own; :meth:`Server.stop` ends it.
+
+    ``parameters`` are those of a new model, unless the folder has one; ``optimizer`` is a function from parameters to
+    any torch optimizer, where the settings know torch's by name only.
+
+    >>> import torch
+    >>> from gradwire import CoordinatorClient
+    >>> with serve(ServeSettings(address="127.0.0.1:0"), parameters={"w": torch.zeros(2)}) as server:
+    ...     with CoordinatorClient(server.address, codec="none") as client:
+    ...         client.add_gradients({"w": torch.tensor([0.5, -1.0])})
+    ...         client.read()
+    (1, {'w': tensor([-0.5000,  1.0000])})
+    """
+    if not isinstance(settings, ServeSettings | None):
+        raise ConfigError(f"`settings` must be ServeSettings, or None; got {type(settings).__name__}.")
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError(f"`optimizer` must be a function from parameters to an optimizer; got {optimizer!r}.")
+    return Server(settings or ServeSettings(), parameters=parameters, optimizer=optimizer).start()
+
+
+class Server:
+    """A model behind an address. It is a context manager, and can be started once."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        *,
+        parameters: dict[str, Tensor] | None = None,
+        optimizer: OptimizerFactory | None = None,
+    ) -> None:
+        self._grpc = grpc_module()
+        self.settings = settings
+        self._host = Host(settings, parameters, optimizer)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: MetricsServer | None = None
+        self.address = settings.address
+        self.metrics_address: str | None = None
+
+    def start(self) -> Server:
+        """Begin to serve, on a thread."""
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main(ready)), daemon=True, name="gradwire-serve"
+        )
+        self._thread.start()
+        ready.result()
+        return self
+
+    def run(self, notify: Callable[[Server], Any] = lambda _: None) -> None:
+        """Serve on this thread until SIGTERM or SIGINT; then finish what is there, and save."""
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            ready: Future[None] = Future()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._host.drain)
+            task = asyncio.ensure_future(self._main(ready))
+            started = asyncio.wrap_future(ready)
+            await asyncio.wait([started, task], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                notify(self)
+            await task
+            await started  # raises what kept it from starting
+
+        asyncio.run(main())
+
+    async def _main(self, ready: Future[None]) -> None:
+        server = None
+        try:
+            self._loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            self._host.on_drain = ended.set
+            service = Service(self._host)
+            server = self._grpc.aio.server(
+                options=[
+                    ("grpc.max_receive_message_length", 2 * PART_BYTES),
+                    ("grpc.max_send_message_length", -1),
+                    ("grpc.max_metadata_size", 16_384),
+                    ("grpc.so_reuseport", 0),
+                    ("grpc.server_handshake_timeout_ms", int(1000 * self.settings.limits.push_s)),
+                    ("grpc.keepalive_time_ms", 60_000),
+                    ("grpc.keepalive_timeout_ms", 20_000),
+                    *READ_CHUNKS,
+                    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ],
+                maximum_concurrent_rpcs=self.settings.limits.streams,
+            )
+            server.add_generic_rpc_handlers(service.handlers())
+            port = self._bind(server)
+            self.address = f"{self.settings.address.rpartition(':')[0]}:{port}"
+            await server.start()
+            if self.settings.metrics is not None:
+                self._http = MetricsServer(self.settings.metrics, service.prometheus, lambda: self._host.ready)
+                self.metrics_address = self._http.address
+        except Exception as error:
+            if server is not None:
+                await server.stop(None)
+            self._host.close()
+            ready.set_exception(error)
+            return
+        self._say_who()
+        ready.set_result(None)
+        watch = asyncio.ensure_future(self._host.watch())
+        await ended.wait()
+        while self._host.queued:  # those that stop in the middle are ended by the watch
+            await asyncio.sleep(0.005)
+        watch.cancel()
+        await server.stop(grace=1.0)
+        if self._http is not None:
+            await asyncio.to_thread(self._http.close)
+        await asyncio.to_thread(self._host.close)
+
+    def stop(self) -> None:
+        """Finish what is there, save, and end."""
+        if self._thread is None or self._loop is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._host.drain)
+        self._thread.join()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @property
+    def version(self) -> int | None:
+        """How often the parameters have changed; None if there are none."""
+        return None if self._host.store.empty else self._host.store.there().version
+
+    @property
+    def replayed(self) -> int:
+        """Pushes that were found in the journal at the start."""
+        return self._host.store.replayed
+
+    def _bind(self, server: Any) -> int:
+        tls = self.settings.tls
+        try:
+            if tls is None:
+                port = server.add_insecure_port(self.settings.address)
+            else:
+                pair = (Path(tls.key).read_bytes(), Path(tls.certificate).read_bytes())
+                authority = None if tls.client_authority is None else Path(tls.client_authority).read_bytes()
+                credentials = self._grpc.ssl_server_credentials([pair], authority, authority is not None)
+                port = server.add_secure_port(self.settings.address, credentials)
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}.") from None
+        except RuntimeError:
+            raise ConfigError(f"`address` {self.settings.address} cannot be had: is it in use?") from None
+        if not port:
+            raise ConfigError(f"`address` {self.settings.address} cannot be had.")
+        return int(port)
+
+    def _say_who(self) -> None:
+        if self._host.access.open and self.settings.tls is None:
+            _log.info("%s: nobody is asked who they are; only this machine reaches it", self.address)
+        elif self._host.access.tokens and self.settings.tls is None and not is_loopback(self.settings.address):
+            _log.warning("%s: tokens travel in the clear, without TLS", self.address)
+        elif self._host.access.open:
+            _log.warning("%s: nobody is asked who they are: there are no `workers`", self.address)
