@@ -1,0 +1,212 @@
+"""``auto`` against every fixed method: whole trainings over the link, from the first step to plain DDP's loss."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, Final
+
+from gradwire.benchmarks import machine
+from gradwire.benchmarks.courses import Course, run_course
+from gradwire.benchmarks.rigs import AUTO, check_method
+from gradwire.benchmarks.training import Notify
+from gradwire.errors import ConfigError
+from gradwire.extras import require
+from gradwire.lab import Lab, parse_rate
+from gradwire.planner import Plan
+from gradwire.tasks import TASKS
+
+__all__ = ["AutoReport", "Cell", "Settings", "draw", "measure"]
+
+DDP: Final = "ddp"
+_MORE: Final = 1.2  # times plain DDP's steps, in which ``auto`` is to reach its loss
+_CACHE: Final = "XDG_CACHE_HOME"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    task: str = "digits"
+    workers: tuple[int, ...] = (2, 4)
+    rates: tuple[str, ...] = ("100mbit", "1gbit", "none")
+    methods: tuple[str, ...] = ("int8", "int4", "powersgd:16+int8")
+    target_steps: int = 60  # of plain DDP, whose loss is to be reached
+    timed_steps: int = 16  # of each fixed method; its steps after that take what the last of these did
+    repeats: int = 3  # with another seed each
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ConfigError(f"`--task` must be one of {', '.join(TASKS)}; got {self.task!r}.")
+        for workers in self.workers:
+            if not 2 <= workers <= 64:
+                raise ConfigError(f"`--workers` must be from 2 to 64; got {workers}.")
+        for rate in self.rates:
+            parse_rate(rate, argument="--rate")
+        for name in self.methods:
+            check_method(name)
+        for name, least in (("target_steps", 10), ("timed_steps", 6), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"`--{name.replace('_', '-')}` must be at least {least}; got {getattr(self, name)}.")
+
+
+@dataclass
+class Cell:
+    """A number of workers and a link.
+
+    >>> cell = Cell(4, "1gbit", {"ddp": [10.0], "int4": [5.0]}, [6.0, 5.1, 5.3], [6.0, 5.0, None], [0.03, 0.0, 0.03])
+    >>> cell.best, cell.first, round(cell.later, 2), cell.to_loss, round(cell.loss, 3)
+    ('int4', 1.2, 1.04, 1.2, 0.02)
+    """
+
+    workers: int
+    rate: str
+    fixed: dict[str, list[float]] = field(default_factory=dict)  # seconds of plain DDP's steps, in each repeat
+    auto: list[float] = field(default_factory=list)  # seconds of as many steps
+    reached: list[float | None] = field(default_factory=list)  # seconds of auto to plain DDP's loss
+    losses: list[float] = field(default_factory=list)  # of auto after as many steps: the part above plain DDP's
+    plans: list[str] = field(default_factory=list)  # in a few words
+
+    def seconds(self, name: str) -> float:
+        """Of a fixed method: the median of all repeats."""
+        return statistics.median(self.fixed[name])
+
+    @property
+    def best(self) -> str:
+        """The fixed method that takes the least time, plain DDP included."""
+        return min(self.fixed, key=self.seconds)
+
+    @property
+    def first(self) -> float:
+        """Times the best fixed method, in the first training there was of this model over this link."""
+        return self.auto[0] / self.seconds(self.best)
+
+    @property
+    def later(self) -> float:
+        """The same, in the trainings after it."""
+        return statistics.median(self.auto[1:] or self.auto) / self.seconds(self.best)
+
+    @property
+    def to_loss(self) -> float | None:
+        """Seconds to plain DDP's loss over those of the best fixed method's steps; None: most do not get there."""
+        middle = statistics.median(inf if each is None else each for each in self.reached)
+        return None if middle == inf else middle / self.seconds(self.best)
+
+    @property
+    def against_ddp(self) -> float:
+        """Times plain DDP, in all trainings."""
+        return statistics.median(self.auto) / self.seconds(DDP)
+
+    @property
+    def loss(self) -> float:
+        """The part by which the loss after as many steps is above plain DDP's: the mean of all trainings."""
+        return statistics.mean(self.losses)
+
+
+@dataclass
+class AutoReport:
+    """What was measured."""
+
+    settings: Settings
+    machine: dict[str, Any]
+    cells: list[Cell] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain JSON types."""
+        return asdict(self) | {"cells": [_plain(cell) for cell in self.cells]}
+
+
+def _plain(cell: Cell) -> dict[str, Any]:
+    names = ("best", "first", "later", "to_loss", "against_ddp", "loss")
+    return asdict(cell) | {name: getattr(cell, name) for name in names}
+
+
+def measure(settings: Settings, notify: Notify = lambda _: None) -> AutoReport:
+    """Every cell. What ``auto`` remembers from one training to the next is forgotten before a cell, and after it."""
+    report, steps = AutoReport(settings, machine.describe("cpu")), settings.target_steps
+    for workers in settings.workers:
+        targets = [
+            run_course(settings.task, DDP, workers, steps, None, notify, seed=seed).loss_after(steps)
+            for seed in range(settings.repeats)
+        ]
+        for rate in settings.rates:
+            with _empty_cache(), Lab.up(workers, rate, name=f"auto-{os.getpid()}") as lab:
+                cell = Cell(workers, rate)
+                for seed, target in enumerate(targets):
+                    _repeat(settings, cell, lab, seed, target, notify)
+                report.cells.append(cell)
+    return report
+
+
+def _repeat(settings: Settings, cell: Cell, lab: Lab, seed: int, target: float, notify: Notify) -> None:
+    task, workers, steps = settings.task, cell.workers, settings.target_steps
+    notify(f"{workers} workers, {cell.rate}, training {seed + 1}")
+    for name in (DDP, *settings.methods):
+        timed = min(steps, settings.timed_steps)
+        course = run_course(task, name, workers, timed, lab, notify, seed=seed, validate_every=0)
+        cell.fixed.setdefault(name, []).append(_extended(course, steps))
+    course = run_course(task, AUTO, workers, int(_MORE * steps), lab, notify, seed=seed)
+    cell.auto.append(course.seconds[steps - 1])
+    cell.reached.append(course.seconds_to(target))
+    cell.losses.append(course.loss_after(steps) / target - 1)
+    cell.plans.append(Plan.from_json(course.plan).name if course.plan else "none yet")
+
+
+def _extended(course: Course, steps: int) -> float:
+    """Seconds of so many steps, of which the first were timed.
+
+    >>> _extended(Course([9.0, 10.0, 11.0, 12.0, 13.0, 14.0]), 10)
+    18.0
+    """
+    timed = len(course.seconds)
+    each = [after - before for before, after in zip(course.seconds, course.seconds[1:], strict=False)]
+    return course.seconds[-1] + (steps - timed) * statistics.median(each[-max(1, timed // 3) :])
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    before = os.environ.get(_CACHE)
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        os.environ[_CACHE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_CACHE]
+            if before is not None:
+                os.environ[_CACHE] = before
+
+
+def draw(report: AutoReport, file: Path) -> None:
+    """Seconds of every method over those of the best fixed one, a row a cell."""
+    figure_module: Any = require("matplotlib.figure", purpose="`--plot`")
+    cells = report.cells
+    figure = figure_module.Figure(figsize=(8, 1.6 + 0.45 * len(cells)), layout="constrained")
+    axis = figure.subplots()
+    names = [DDP, *report.settings.methods]
+    for colour, name in zip(("#222222", "#45b3e0", "#0b5394", "#0b8043", "#674ea7"), names, strict=False):
+        places = [cell.seconds(name) / cell.seconds(cell.best) for cell in cells]
+        axis.plot(places, range(len(cells)), "o", color=colour, label="plain DDP" if name == DDP else name)
+    axis.plot([cell.first for cell in cells], range(len(cells)), "D", color="#e69138", label="auto, first training")
+    axis.plot([cell.later for cell in cells], range(len(cells)), "D", color="#cc4125", label="auto, later trainings")
+    axis.axvspan(0.5, 1.1, color="#8f8f8f", alpha=0.15, linewidth=0)
+    axis.set_yticks(range(len(cells)), [f"{cell.workers} workers, {cell.rate}" for cell in cells])
+    axis.invert_yaxis()
+    axis.set(
+        xscale="log",
+        xlim=(0.8, None),
+        xlabel=f"seconds of {report.settings.target_steps} steps, over those of the best fixed method",
+    )
+    ticks = [tick for tick in (0.7, 0.85, 1, 1.1, 1.25, 1.5, 2, 3, 5, 8, 12, 20) if tick <= axis.get_xlim()[1]]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks([], minor=True)
+    axis.grid(alpha=0.25)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=8)
+    axis.set_title(report.settings.task, fontsize=10)
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,116 @@
+"""What the cost model expects of a step, and what the clock says."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradwire.benchmarks import machine, plans_worker
+from gradwire.benchmarks.training import BATCH_SIZES
+from gradwire.clusters import run_workers
+from gradwire.errors import ConfigError
+from gradwire.lab import Lab, parse_rate
+from gradwire.planner import Plan
+from gradwire.tasks import TASKS
+
+__all__ = ["Cell", "PlansReport", "Settings", "measure"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    tasks: tuple[str, ...] = ("digits", "charlm")
+    workers: tuple[int, ...] = (2, 4, 8)
+    rates: tuple[str, ...] = ("100mbit", "300mbit", "1gbit", "none")
+    rounds: int = 3
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if task not in TASKS:
+                raise ConfigError(f"`--task` must be one of {', '.join(TASKS)}; got {task!r}.")
+        for workers in self.workers:
+            if not 2 <= workers <= 64:
+                raise ConfigError(f"`--workers` must be from 2 to 64; got {workers}.")
+        for rate in self.rates:
+            parse_rate(rate, argument="--rate")
+        for name in ("rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`--{name}` must be at least 1; got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method under a link.
+
+    >>> Cell("digits", 4, "1gbit", "int8", predicted_s=0.11, measured_s=0.10, chosen=False).off
+    0.1
+    """
+
+    task: str
+    workers: int
+    rate: str
+    method: str
+    predicted_s: float
+    measured_s: float
+    chosen: bool  # by ``auto``
+
+    @property
+    def off(self) -> float:
+        """By which part of the measured time the prediction is wrong."""
+        return round(abs(self.predicted_s / self.measured_s - 1), 4)
+
+
+@dataclass(frozen=True)
+class PlansReport:
+    """What was measured."""
+
+    settings: Settings
+    machine: dict[str, Any]
+    cells: list[Cell]
+    plans: dict[str, list[str]]  # by task, workers and rate: of every round, as text
+
+    def within(self, part: float) -> float:
+        """The share of cells whose prediction is wrong by at most this part."""
+        return sum(cell.off <= part for cell in self.cells) / len(self.cells)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain JSON types."""
+        cells = [{**asdict(cell), "off": cell.off} for cell in self.cells]
+        shares = {"within_15_percent": self.within(0.15), "within_30_percent": self.within(0.3)}
+        about = {"machine": self.machine, "settings": asdict(self.settings)}
+        return {**about, **shares, "cells": cells, "plans": self.plans}
+
+
+def measure(settings: Settings, notify: Callable[[str], None] = lambda _: None) -> PlansReport:
+    """Predict and time every method in every cell, one process group a cell, several times; medians are compared."""
+    report = PlansReport(settings, machine.describe("cpu"), [], {})
+    for task in settings.tasks:
+        for workers in settings.workers:
+            for rate in settings.rates:
+                _measure_cell(report, task, workers, rate, notify)
+    return report
+
+
+def _measure_cell(report: PlansReport, task: str, workers: int, rate: str, notify: Callable[[str], None]) -> None:
+    asked = {"task": task, "batch_size": BATCH_SIZES[task]}
+    asked |= {"rounds": report.settings.rounds, "steps": report.settings.steps}
+    where, seconds = f"{task}, {workers} workers, {rate}", dict[str, list[float]]()
+    plans = list[Plan]()
+    notify(where)
+    with Lab.up(workers, rate, name=f"plans-{os.getpid()}") as lab:
+        for event in run_workers(plans_worker.__name__, asked, workers, lab):
+            if event["event"] == "plan":
+                plans.append(Plan.from_json(event["plan"]))
+                report.plans.setdefault(where, []).append(event["plan"])
+            else:
+                seconds.setdefault(event["method"], []).extend(event["seconds"])
+                notify(f"{where}: {event['method']}")
+    for name in plans[0].alternatives:
+        predicted = statistics.median(plan.alternatives[name] for plan in plans)
+        chosen = sum(plan.name == name for plan in plans) > len(plans) / 2
+        report.cells.append(Cell(task, workers, rate, name, predicted, statistics.median(seconds[name]), chosen))

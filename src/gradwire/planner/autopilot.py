@@ -1,0 +1,479 @@
+"""``auto``: a training plans how its gradients travel, checks the plan against the clock, and plans again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final
+
+from torch import Tensor
+
+from gradwire.collectives import agree, method
+from gradwire.collectives.peers import share, tell
+from gradwire.errors import ConfigError, NonFiniteError
+from gradwire.planner.cache import PlanCache
+from gradwire.planner.cost import Cost, Machine
+from gradwire.planner.plan import CANDIDATES, DENSE, QUALITY, Bucket, Plan, Situation, choose, plan_of, safer
+from gradwire.planner.probe import Network, probe_machine, probe_network, seconds_per_byte
+from gradwire.planner.trial import Trial, dense_trial, try_method
+from gradwire.reducer import GradientReducer, StepTimes
+
+__all__ = ["FIRST", "Auto", "Autopilot", "Event"]
+
+FIRST: Final = "int8"
+"""How gradients travel until there is a plan: it suits the first steps of a training anyway."""
+
+_log: Final = logging.getLogger(__name__)
+
+_PROFILE_STEPS: Final = 6  # before the first plan; DDP makes its buckets anew after the first
+_RECALL_STEPS: Final = 3  # before the plan of an earlier training is taken up
+_TRIED_STEPS: Final = 2  # whose gradients the methods are tried on
+_CLOSE: Final = 1.25  # a plan's rivals: those that are expected to take at most so much longer
+_CLOSE_BEFORE: Final = 1.15  # the same, for those that were timed in an earlier training
+_CONTEST_STEPS: Final = 4  # of each; the first is to warm up
+_AFTER_PLANNING_STEPS: Final = 3  # slower ones: what was measured has emptied caches
+_WINDOW: Final = 5  # steps whose median is a step time
+_DRIFT: Final = 1.3  # times longer or shorter: something has changed
+_LINK_DRIFT: Final = 1.5  # of a link, or of steps that are few
+_MATTERS: Final = 0.2  # of a step: what a change of the link is to add or to take, if all were dense
+_PROBE_S: Final = 60.0  # between looks at the link while nothing seems to change
+_QUALITY_STEPS: Final = 100  # between looks at what is lost
+_LOSS_BAND: Final = 1.1  # times the best loss so far
+_LOSS_REVIEWS: Final = 3  # in a row outside it
+_AFTER_GUARD_STEPS: Final = 200  # until what the guard has forbidden is considered again
+
+
+@dataclass(frozen=True)
+class Auto:
+    """How to plan: ``gradwire.compress(model, Auto(...))``; ``"auto"`` is this one.
+
+    ``quality`` is the relative squared error, of all that was sent of a layer, up to which a method may be used for
+    it: 0 means dense always.
+
+    >>> Auto(candidates=("int8", "topk:0.01")).candidates
+    ('dense', 'int8', 'ef(topk:0.01)')
+    """
+
+    candidates: tuple[str, ...] = CANDIDATES
+    quality: float = QUALITY
+    review_every: int = 8  # steps
+
+    def __post_init__(self) -> None:
+        if isinstance(self.candidates, str) or not all(isinstance(each, str) for each in self.candidates):
+            raise ConfigError(f"`candidates` must be strings such as 'int4'; got {self.candidates!r}.")
+        everything = dict.fromkeys([DENSE, *(str(method(each)) for each in self.candidates)])
+        object.__setattr__(self, "candidates", tuple(everything))
+        if not isinstance(self.quality, int | float) or not 0 <= self.quality <= 1:
+            raise ConfigError(f"`quality` must be from 0 to 1; got {self.quality!r}.")
+        if not isinstance(self.review_every, int) or self.review_every < _WINDOW:
+            raise ConfigError(
+                f"`review_every` must be a whole number of at least {_WINDOW}; got {self.review_every!r}."
+            )
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something the autopilot did, and why."""
+
+    step: int
+    what: str
+
+
+class _Phase(Enum):
+    PROFILING = "profiling"
+    CONTEST = "contest"
+    CRUISING = "cruising"
+
+
+class Autopilot:
+    """Plans for a reducer, between its steps; every rank has one, and they agree.
+
+    >>> import torch
+    >>> from gradwire.collectives.loopback import Alone
+    >>> model = torch.nn.Linear(128, 64)
+    >>> reducer = GradientReducer(dict(model.named_parameters()), FIRST, Alone(), label="auto")
+    >>> pilot = Autopilot(reducer, Auto())
+    >>> for _ in range(20):
+    ...     model(torch.ones(1, 128)).sum().backward()
+    ...     traffic = reducer.reduce()
+    >>> pilot.plan.name  # one rank sends nothing
+    'dense'
+    """
+
+    def __init__(self, reducer: GradientReducer, settings: Auto, hosts: tuple[int, ...] = ()) -> None:
+        agree(reducer.peers, f"{settings}", reducer.next_tags())
+        self.reducer, self.settings, self.hosts = reducer, settings, hosts
+        self.plan: Plan | None = None
+        self.events: list[Event] = []
+        self._phase, self._since = _Phase.PROFILING, reducer.step
+        self._times: deque[StepTimes] = deque(maxlen=max(_WINDOW, _PROFILE_STEPS))
+        self._situation: Situation | None = None
+        self._rivals: list[Plan] = []
+        self._measured: list[float] = []
+        self._recalled = False  # whether the rivals are those of an earlier training
+        self._resting: list[Plan] = []  # of those, what was too slow to be tried again
+        self._incumbent: Plan | None = None  # with how long its last steps took: a new plan must beat it
+        self._captured: list[dict[str, Tensor]] = []
+        self._sample: frozenset[str] = frozenset()
+        self._probed = self._tried = 0  # steps at which the link and the gradients were looked at last
+        self._forbidden: dict[str, int] = {}  # methods, until a step
+        self._cache = PlanCache(reducer.parameters, reducer.peers.size)
+        self._loss, self._best_loss, self._bad_losses = math.nan, math.inf, 0
+        reducer.between = self._between
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has a plan, and knows how long its steps take."""
+        return self._phase is _Phase.CRUISING and self.plan is not None and self.plan.measured_s is not None
+
+    def observe_loss(self, loss: float) -> None:
+        """Tell the loss of a step, for the guard."""
+        self._loss = loss if math.isnan(self._loss) else 0.9 * self._loss + 0.1 * loss
+
+    def hold(self, what: str) -> None:
+        """Plan no more; from the next step on everything travels by one method. Every rank calls it."""
+        self.reducer.between = self.reducer.on_gradient = None
+        self.reducer.assign(dict.fromkeys(self.reducer.parameters, what))
+
+    # Between steps. Whatever is decided here follows from the number of steps, and from what all ranks were told.
+
+    def _between(self, step: int, times: StepTimes | None) -> None:
+        if times is not None:
+            self._times.append(times)
+        age = step - self._since
+        if self._phase is _Phase.PROFILING:
+            if age == _RECALL_STEPS and self.plan is None:
+                self._recall()
+            elif age == _PROFILE_STEPS - _TRIED_STEPS:
+                self._start_capture()
+            if age >= _PROFILE_STEPS and self._steady():
+                self._plan_anew("the first plan")
+        elif self._phase is _Phase.CONTEST:
+            if age >= _CONTEST_STEPS + (0 if self._measured else _AFTER_PLANNING_STEPS):
+                self._next_rival()
+        elif self._captured or self._sample:
+            if age >= _TRIED_STEPS:
+                self._look_at_quality()
+        elif age >= self.settings.review_every:
+            self._review()
+
+    def _steady(self) -> bool:
+        """Whether enough steps in a row had the same buckets."""
+        recent = list(self._times)[-_TRIED_STEPS:]
+        return len(recent) == _TRIED_STEPS and len({tuple(b.names for b in each.buckets) for each in recent}) == 1
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase, self._since = phase, self.reducer.step
+        self._times.clear()
+
+    def _say(self, what: str) -> None:
+        self.events.append(Event(self.reducer.step, what))
+        if self.reducer.peers.rank == 0:
+            _log.info("step %d: %s", self.reducer.step, what)
+
+    def _recall(self) -> None:
+        """Take up the plans of the last training, if the link is what it was; their steps are timed again."""
+        peers, tags = self.reducer.peers, self.reducer.next_tags
+        text = share(peers, json.dumps(self._cache.plans), tags(), "the last plans")[0]
+        try:
+            plans = [Plan.from_json(each) for each in json.loads(text)]
+        except ConfigError:
+            return
+        known = all(set(plan.methods) == set(self.reducer.parameters) and plan.measured_s for plan in plans)
+        if plans and known and self.settings == Auto() and not self._link_has_changed(plans[0]):
+            took = 1000 * (plans[0].measured_s or 0)
+            self._say(f"{plans[0].name} as in the last training: expected at {took:.0f} ms a step")
+            best = _to_beat(plans[0])
+            self._rivals = [plan for plan in plans if _to_beat(plan) <= _CLOSE_BEFORE * best]
+            self._resting = [plan for plan in plans if plan not in self._rivals]
+            self._measured, self._recalled = [], True
+            self._fly(replace(plans[0], measured_s=None, reason="the last training"))
+            self._enter(_Phase.CONTEST)
+
+    # What is measured.
+
+    def _start_capture(self) -> None:
+        """Keep some of the next gradients of this rank, to try methods on."""
+        self._sample, self._captured = frozenset(name for bucket in self._layout() for name in bucket.sample), []
+        self.reducer.on_gradient = self._keep
+
+    def _keep(self, name: str, gradient: Tensor) -> None:
+        if name in self._sample:
+            if not self._captured or name in self._captured[-1]:
+                self._captured = [*self._captured[1 - _TRIED_STEPS :], {}]
+            self._captured[-1][name] = gradient.detach().to("cpu").float().clone()
+
+    def _layout(self) -> list[Bucket]:
+        buckets = self._times[-1].buckets if self._times else ()
+        return [Bucket.of(bucket.names, self.reducer.parameters) for bucket in buckets]
+
+    def _try(self, methods: Sequence[str]) -> list[dict[str, Trial]] | None:
+        """Methods on the gradients kept, and dense. Ranks share the work; all get all that was found.
+
+        None if something was not: a gradient that held NaN or Inf, or that nobody computed.
+        """
+        peers, buckets = self.reducer.peers, self._layout()
+        self.reducer.on_gradient, captured = None, self._captured
+        self._captured, self._sample = [], frozenset()
+        pairs = [(place, what) for what in methods if what != DENSE for place in range(len(buckets))]
+        found: dict[str, Any] = {}
+        for number in range(peers.rank, len(pairs), peers.size):
+            place, what = pairs[number]
+            there = [name for name in buckets[place].names if all(name in each for each in captured)]
+            steps = [{name: each[name] for name in there} for each in captured]
+            with suppress(NonFiniteError):
+                if there and steps:
+                    known = self._cache.get(what, steps, buckets[place].numel)
+                    trial = try_method(what, steps, buckets[place].numel, peers.size, known_processor_s=known)
+                    cost = trial.cost
+                    found[str(number)] = [cost.processor_s, cost.sent_bytes, cost.rounds, trial.errors]
+        told = share(peers, json.dumps(found), self.reducer.next_tags(), "the trials")
+        trials = [{DENSE: dense_trial(bucket.names, bucket.numel, peers.size)} for bucket in buckets]
+        for number, (processor, sent, rounds, errors) in sorted(
+            (int(number), each) for line in told for number, each in json.loads(line).items()
+        ):
+            place, what = pairs[number]
+            trials[place][what] = Trial(Cost(processor, sent, rounds), errors)
+            self._cache.put(what, errors, buckets[place].numel, processor)
+        self._cache.save()
+        every = {DENSE, *methods}
+        complete = all(set(tried) == every for tried, bucket in zip(trials, buckets, strict=True) if bucket.names)
+        return trials if complete else None
+
+    def _seen(self) -> tuple[tuple[float, ...], float]:
+        """When each bucket was handed over, and when the last was done: the median of steps, the mean over ranks."""
+        steps = [[*(bucket.ready_s for bucket in each.buckets), each.seconds] for each in self._times]
+        steps = [each for each in steps if len(each) == len(steps[-1])]
+        mine = json.dumps([statistics.median_low(each) for each in zip(*steps, strict=True)])
+        told = share(self.reducer.peers, mine, self.reducer.next_tags(), "the times of buckets")
+        *means, done = [statistics.mean(each) for each in zip(*map(json.loads, told), strict=True)]
+        return tuple(max(means[: place + 1]) for place in range(len(means))), done
+
+    def _step_time(self) -> float:
+        """The median of the last steps, as the ranks saw it in the mean."""
+        mine = statistics.median(each.seconds for each in self._times) if self._times else math.nan
+        told = tell(self.reducer.peers, str(mine), self.reducer.next_tags(), "the time of a step")
+        return statistics.mean(map(float, told))
+
+    # Plans.
+
+    def _plan_anew(self, reason: str) -> None:
+        """Measure, and plan; rivals that come close are tried in the next steps."""
+        peers, tags = self.reducer.peers, self.reducer.next_tags
+        buckets, seen = self._layout(), self._seen()
+        machine = probe_machine(peers, tags)
+        network = probe_network(peers, tags, machine, self.hosts)
+        trials = self._try(self.settings.candidates) if self._sample else self._known_trials(buckets)
+        if trials is None:  # buckets have changed, or gradients could not be tried: look at others first
+            self._enter(_Phase.PROFILING)
+            return
+        self._situation = self._situated(buckets, seen, trials, network, machine)
+        self._probed = self.reducer.step
+        self._choose(reason)
+
+    def _known_trials(self, buckets: Sequence[Bucket]) -> Sequence[Mapping[str, Trial]] | None:
+        before = self._situation
+        return before.trials if before is not None and before.buckets == tuple(buckets) else None
+
+    def _situated(
+        self,
+        buckets: Sequence[Bucket],
+        seen: tuple[tuple[float, ...], float],
+        trials: Sequence[Mapping[str, Trial]],
+        network: Network,
+        machine: Machine,
+    ) -> Situation:
+        """All of it, with what the last steps say of it."""
+        peers, methods = self.reducer.peers, self.reducer.methods
+        ready, done = seen
+        now = Situation(peers.size, tuple(buckets), ready, tuple(trials), network, machine, self.settings.quality)
+        current = [{name: methods[name] for name in bucket.names} for bucket in buckets]
+        if not all(what in trials[place] for place, how in enumerate(current) for what in how.values()):
+            return now
+        return now.calibrated(current, done)
+
+    def _choose(self, reason: str) -> None:
+        if self._situation is None:  # the plan came from a checkpoint or an earlier training
+            self._enter(_Phase.PROFILING)
+            return
+        allowed = [each for each in self.settings.candidates if self._forbidden.get(each, -1) < self.reducer.step]
+        best = choose(self._situation, allowed, reason)
+        score = best.predicted_s * (1 + best.extra_steps)
+        self._rivals, self._measured, self._resting = [best], [], []
+        every = range(len(self._situation.buckets))
+        for what in allowed:
+            rival = [self._situation.allowed(place, what) for place in every]
+            plan = plan_of(self._situation, rival, best.alternatives, reason)
+            close = plan.predicted_s * (1 + plan.extra_steps) <= _CLOSE * score
+            if close and all(plan.methods != each.methods for each in self._rivals):
+                self._rivals.append(plan)
+        self._say(f"{reason}: {best.name} expected at {1000 * best.predicted_s:.0f} ms a step{_beside(self._rivals)}")
+        self._fly(self._rivals[0])
+        self._enter(_Phase.CONTEST)
+
+    def _fly(self, plan: Plan) -> None:
+        agree(self.reducer.peers, f"plan {plan.methods}", self.reducer.next_tags())
+        self.plan = plan
+        self.reducer.assign(plan.methods)
+
+    def _next_rival(self) -> None:
+        """Note how long the steps of a plan took; after the last of them, take the best."""
+        while len(self._times) > _CONTEST_STEPS - 1:
+            self._times.popleft()
+        self._measured.append(self._step_time())
+        done = len(self._measured)
+        if done < len(self._rivals):
+            self._fly(replace(self._rivals[done], measured_s=None))
+            self._enter(_Phase.CONTEST)
+            return
+        timed = [replace(plan, measured_s=took) for plan, took in zip(self._rivals, self._measured, strict=True)]
+        if self._recalled:
+            self._recalled = False
+            before, now = self._rivals[0].measured_s or math.inf, self._measured[0]
+            if now > _LINK_DRIFT * before:
+                self._say(f"steps took {1000 * now:.0f} ms instead of {1000 * before:.0f}")
+                self._enter(_Phase.PROFILING)
+                return
+            # A few steps tell little: those of earlier trainings count as much.
+            both = [(plan.measured_s or took, took) for plan, took in zip(self._rivals, self._measured, strict=True)]
+            timed = [replace(plan, measured_s=sum(each) / 2) for plan, each in zip(timed, both, strict=True)]
+        timed += [self._incumbent] if self._incumbent is not None else []
+        timed.sort(key=_to_beat)
+        best, self._incumbent = timed[0], None
+        if len(timed) > 1:
+            self._say("; ".join(f"{plan.name} took {1000 * (plan.measured_s or 0):.0f} ms" for plan in timed))
+        self._fly(best)
+        every = [*timed, *self._resting]
+        different = {str(sorted(plan.methods.items())): plan.to_json() for plan in reversed(every)}
+        self._cache.keep_plans(list(reversed(different.values())))
+        self._tried = self.reducer.step
+        self._enter(_Phase.CRUISING)
+
+    # Reviews.
+
+    def _review(self) -> None:
+        assert self.plan is not None
+        took, loss = self._step_time(), self._shared_loss()
+        expected, step = self.plan.measured_s, self.reducer.step
+        self.plan = replace(self.plan, buckets=self._with_measured_times(self.plan))
+        self._since = step
+        if not math.isnan(took) and expected and not 1 / _DRIFT < took / expected < _DRIFT:
+            self._incumbent = replace(self.plan, measured_s=took)
+            self._plan_anew(f"steps took {1000 * took:.0f} ms instead of {1000 * expected:.0f}")
+        elif self._guard(loss):
+            self._choose("the loss has left its band")
+        elif (step - self._probed) * took > _PROBE_S and self._link_has_changed(self.plan):
+            self._plan_anew("the link has changed")
+        elif step - self._tried >= _QUALITY_STEPS and self._times:
+            self._tried = step
+            self._start_capture()
+
+    def _with_measured_times(self, plan: Plan) -> tuple[Any, ...]:
+        last = [[b.done_s - b.ready_s for b in each.buckets] for each in self._times]
+        last = [each for each in last if len(each) == len(plan.buckets)]
+        if not last:
+            return plan.buckets
+        medians = [statistics.median(each) for each in zip(*last, strict=True)]
+        return tuple(replace(b, measured_s=took) for b, took in zip(plan.buckets, medians, strict=True))
+
+    def _shared_loss(self) -> float:
+        told = tell(self.reducer.peers, str(self._loss), self.reducer.next_tags(), "the loss")
+        losses = [loss for loss in map(float, told) if not math.isnan(loss)]
+        return statistics.mean(losses) if losses else math.nan
+
+    def _guard(self, loss: float) -> bool:
+        """Whether the loss has been outside its band for long; then what is boldest in the plan is forbidden."""
+        if math.isnan(loss) or self.plan is None:
+            return False
+        self._best_loss = min(self._best_loss, loss)
+        self._bad_losses = self._bad_losses + 1 if loss > _LOSS_BAND * self._best_loss else 0
+        if self._bad_losses < _LOSS_REVIEWS:
+            return False
+        self._bad_losses = 0
+        candidates = self.settings.candidates
+        ladder = [each for each in self.plan.methods.values() if each in candidates and each != DENSE]
+        boldest = max(ladder, key=lambda each: _height(each, candidates), default=None)
+        if boldest is None:
+            return False
+        for each in candidates:
+            if _height(each, candidates) >= _height(boldest, candidates):
+                self._forbidden[each] = self.reducer.step + _AFTER_GUARD_STEPS
+        self._say(f"loss {loss:.4g}, best {self._best_loss:.4g}: stepping back from {boldest} toward dense")
+        self._best_loss = loss
+        return True
+
+    def _link_has_changed(self, plan: Plan) -> bool:
+        link, self._probed = plan.network.between, self.reducer.step
+        now = seconds_per_byte(self.reducer.peers, self.reducer.next_tags, link, self.hosts)
+        before, dense_bytes = 8 / link.bits_per_s, sum(bucket.dense_bytes for bucket in plan.buckets)
+        matters = dense_bytes * abs(now - before) > _MATTERS * (plan.measured_s or plan.predicted_s)
+        return matters and not before / _LINK_DRIFT < now < before * _LINK_DRIFT
+
+    def _look_at_quality(self) -> None:
+        """Try the methods in use again, on gradients of now; layers of which too much is lost step back."""
+        if self._situation is None or self._situation.buckets != tuple(self._layout()):
+            self._enter(_Phase.PROFILING)
+            return
+        before = self.plan
+        assert before is not None
+        used = [what for what in self.settings.candidates if what in before.methods.values()]
+        trials = self._try(used)
+        self._since = self.reducer.step
+        if trials is None:
+            return
+        known = [{**old, **new} for old, new in zip(self._situation.trials, trials, strict=True)]
+        self._situation = replace(self._situation, trials=tuple(known))
+        losing = [
+            name
+            for place, bucket in enumerate(self._situation.buckets)
+            for name in bucket.names
+            if (what := before.methods[name]) in trials[place]
+            and trials[place][what].errors.get(name, 0.0) > self.settings.quality
+        ]
+        if losing:
+            self._say(f"{len(losing)} layers lose more than {self.settings.quality:g} of their gradients: {losing[:3]}")
+            self._choose("gradients have changed")
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, as text."""
+        return {"plan": self.plan.to_json() if self.plan is not None else "", "settled": self.settled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a plan, if it was settled; the reducer's state has how parameters travel."""
+        if not isinstance(state, Mapping) or not {"plan", "settled"} <= set(state):
+            raise ConfigError(f"`state` must come from state_dict(), with a plan; got {state!r:.80}.")
+        self.plan = Plan.from_json(state["plan"]) if state["plan"] else None
+        self._situation = None
+        if state["settled"] and self.plan is not None:
+            self._enter(_Phase.CRUISING)
+            self._probed = self._tried = self.reducer.step
+        else:
+            self.reducer.assign(dict.fromkeys(self.reducer.parameters, FIRST))
+            self._enter(_Phase.PROFILING)
+
+
+def _to_beat(plan: Plan) -> float:
+    """Seconds of a step, and of the steps that a plan needs more."""
+    return (plan.measured_s or math.inf) * (1 + plan.extra_steps)
+
+
+def _height(what: str, candidates: Sequence[str]) -> int:
+    """Steps from a method down to dense."""
+    height = 0
+    while what != DENSE:
+        what, height = safer(what, candidates), height + 1
+    return height
+
+
+def _beside(rivals: Sequence[Plan]) -> str:
+    others = [f"{plan.name} at {1000 * plan.predicted_s:.0f} ms" for plan in rivals[1:]]
+    return f"; beside it {', '.join(others)}" if others else ""

@@ -1,0 +1,184 @@
+"""What the network and the processors of all ranks can do, measured by all of them at once."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from gradwire.collectives import Peers
+from gradwire.collectives.base import ring_bytes
+from gradwire.collectives.peers import Team, others, tell
+from gradwire.planner.cost import Link, Machine
+
+__all__ = ["Network", "probe_machine", "probe_network", "seconds_per_byte"]
+
+_WHAT: Final = "the measurement of the network"
+_TALKS: Final = 5
+_FIRST_BYTES: Final = 1 << 18
+_MOST_BYTES: Final = 1 << 22
+_LONG_S: Final = 0.016  # enough for a bandwidth
+_SPIN_S: Final = 0.025
+_BUSY: Final = 1.3
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between ranks, and inside a host where several of them are; and as the process group's own all-reduce sees it.
+
+    >>> link = Link(1e-4, 8e-8, 1e-9)
+    >>> Network(between=link, dense=link, inside=None).between.latency_s
+    0.0001
+    """
+
+    between: Link
+    dense: Link
+    inside: Link | None
+
+
+Tags = Callable[[], int]
+"""Gives tags nobody else uses, the same on every rank: as many as a reduction has."""
+
+
+def probe_network(peers: Peers, tags: Tags, machine: Machine, hosts: tuple[int, ...] = ()) -> Network:
+    """Measure latency and bandwidth; a tenth of a second, unless the link is slow. All ranks get the same figures.
+
+    >>> from itertools import count
+    >>> from gradwire.collectives.loopback import Alone
+    >>> probe_network(Alone(), count().__next__, Machine()).between.latency_s
+    0.0
+    """
+    if peers.size == 1:
+        nothing = Link(0.0, 0.0, 0.0)
+        return Network(nothing, nothing, None)
+    shared = len(set(hosts)) < len(hosts)
+    outside, inside = _teams(peers, hosts) if shared else (peers, None)
+    between = _measure(peers, tags, machine, *_swapping(outside, peers, tags))
+    dense = _measure(peers, tags, machine, *_all_reducing(peers, tags), _long_enough(between))
+    within = _measure(peers, tags, machine, *_swapping(inside, peers, tags)) if inside is not None else None
+    return Network(between, dense, within)
+
+
+def seconds_per_byte(peers: Peers, tags: Tags, before: Link, hosts: tuple[int, ...] = ()) -> float:
+    """What a byte that a rank sends takes now, on a link whose figures of some time ago are known: a short look.
+
+    >>> from itertools import count
+    >>> from gradwire.collectives.loopback import Alone
+    >>> seconds_per_byte(Alone(), count().__next__, Link(0.0, 0.0, 0.0))
+    0.0
+    """
+    if peers.size == 1:
+        return 0.0
+    outside = _teams(peers, hosts)[0] if len(set(hosts)) < len(hosts) else peers
+    exchange, _ = _swapping(outside, peers, tags)
+    nbytes = _long_enough(before)
+    took = min(_timed(peers, tags, exchange, nbytes)[0] for _ in range(2))
+    return max(0.0, took - before.latency_s) / nbytes
+
+
+def _long_enough(link: Link) -> int:
+    """Bytes that take a link some time."""
+    return int(min(_MOST_BYTES, max(_FIRST_BYTES, 1.25 * _LONG_S * link.bits_per_s / 8)))
+
+
+def _teams(peers: Peers, hosts: tuple[int, ...]) -> tuple[Peers, Peers]:
+    """Who talks between hosts, and who inside one, in a hierarchical reduce."""
+    mine = [rank for rank, host in enumerate(hosts) if host == hosts[peers.rank]]
+    place = mine.index(peers.rank)
+    members = [[r for r, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
+    across = [of_host[place] for of_host in members if place < len(of_host)]
+    return Team.of(peers, across), Team.of(peers, mine)
+
+
+def _swapping(team: Peers, peers: Peers, tags: Tags) -> tuple[Callable[[int], None], Callable[[int], float]]:
+    """An all-to-all in which a rank sends so many bytes, and how many those are."""
+
+    def exchange(nbytes: int) -> None:
+        each, tag = max(1, nbytes // max(1, team.size - 1)), tags()
+        data = torch.zeros(each, dtype=torch.uint8)
+        swap = team.swap(dict.fromkeys(others(team), each), tag, _WHAT)
+        for rank in others(team):
+            swap.send(rank, data)
+        swap.wait()
+
+    return exchange, float
+
+
+def _all_reducing(peers: Peers, tags: Tags) -> tuple[Callable[[int], None], Callable[[int], float]]:
+    def exchange(nbytes: int) -> None:
+        peers.all_reduce(torch.zeros(nbytes // 4), tags())()
+
+    return exchange, lambda nbytes: float(ring_bytes(nbytes // 4, peers.size))
+
+
+def _measure(
+    peers: Peers,
+    tags: Tags,
+    machine: Machine,
+    exchange: Callable[[int], None],
+    sent_bytes: Callable[[int], float],
+    nbytes: int = _FIRST_BYTES,
+) -> Link:
+    short = [_timed(peers, tags, exchange, 4) for _ in range(_TALKS)]
+    latency, overhead = (statistics.median(each) for each in zip(*short, strict=True))
+    while (took := _timed(peers, tags, exchange, nbytes)[0]) < _LONG_S and nbytes < _MOST_BYTES:
+        nbytes = min(4 * nbytes, int(1.25 * _LONG_S / took * nbytes), _MOST_BYTES)
+    seconds, processor = _timed(peers, tags, exchange, nbytes)  # again: the first time is also that of fresh memory
+    sent = sent_bytes(nbytes)
+    processor_per_byte = max(0.0, processor - overhead) / sent
+    per_byte = (seconds - latency) / sent
+    bound = per_byte < _BUSY * processor_per_byte * machine.crowding  # by the processor, not by the wire
+    return Link(latency, 0.0 if bound else per_byte, processor_per_byte)
+
+
+def _timed(peers: Peers, tags: Tags, exchange: Callable[[int], None], nbytes: int) -> tuple[float, float]:
+    """Seconds, and seconds of processor, of an exchange: the mean over all ranks."""
+    tell(peers, "", tags(), _WHAT)  # all begin together
+    processor, started = time.process_time(), time.perf_counter()
+    exchange(nbytes)
+    mine = f"{time.perf_counter() - started} {time.process_time() - processor}"
+    told = [tuple(map(float, line.split())) for line in tell(peers, mine, tags(), _WHAT)]
+    return statistics.mean(each[0] for each in told), statistics.mean(each[1] for each in told)
+
+
+def probe_machine(peers: Peers, tags: Tags) -> Machine:
+    """Measure how ranks that share processors slow each other down; for less than a tenth of a second.
+
+    >>> from itertools import count
+    >>> from gradwire.collectives.loopback import Alone
+    >>> probe_machine(Alone(), count().__next__).crowding >= 1
+    True
+    """
+    told = []
+    for threads in (1, 2):
+        tell(peers, "", tags(), _WHAT)
+        told.append(statistics.mean(map(float, tell(peers, str(_slowdown(threads)), tags(), _WHAT))))
+    alone, two = told
+    # With a processor for each thread of all ranks two threads are as fast as one; with none to spare, half as fast.
+    return Machine(max(1.0, alone), min(1.0, max(0.0, 2 - two / alone)))
+
+
+def _slowdown(threads: int) -> float:
+    """Seconds that a second of processor takes to threads that work at once."""
+    ratios = [0.0] * threads
+    work = [torch.zeros(1 << 15) for _ in range(threads)]
+
+    def spin(place: int) -> None:
+        torch.set_num_threads(1)
+        started, processor = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - started < _SPIN_S:
+            for _ in range(100):
+                work[place].add_(1.0)  # does not hold Python's lock
+        ratios[place] = (time.perf_counter() - started) / max(1e-9, time.thread_time() - processor)
+
+    several = [threading.Thread(target=spin, args=(place,)) for place in range(threads)]
+    for each in several:
+        each.start()
+    for each in several:
+        each.join()
+    return max(1.0, statistics.mean(ratios))

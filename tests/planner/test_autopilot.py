@@ -1,0 +1,254 @@
+"""``auto`` on ranks that are threads, over links that are as slow as a test wants them."""
+
+import functools
+import logging
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire
+from gradwire import ConfigError
+from gradwire.collectives.loopback import Loopback
+from gradwire.planner import FIRST, Auto, Autopilot
+from gradwire.reducer import GradientReducer
+
+from ..collectives.threads import on_every_rank, results
+
+SHAPES = {"a": (256, 256), "bias": (256,), "b": (512, 128)}
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Peers whose messages take their time: seconds a byte, which may change."""
+
+    inner: Loopback
+    link: dict = field(default_factory=lambda: {"seconds_per_byte": 0.0})
+
+    rank = property(lambda self: self.inner.rank)
+    size = property(lambda self: self.inner.size)
+
+    def swap(self, nbytes, tag, what):
+        return _ShapedSwap(self, self.inner.swap(nbytes, tag, what))
+
+    def all_reduce(self, x, tag):
+        wait = self.inner.all_reduce(x, tag)
+
+        def slowly():
+            time.sleep(2 * (self.size - 1) / self.size * 4 * x.numel() * self.link["seconds_per_byte"])
+            wait()
+
+        return slowly
+
+
+@dataclass
+class _ShapedSwap:
+    peers: Shaped
+    inner: object
+
+    def send(self, rank, data):
+        time.sleep(data.numel() * self.peers.link["seconds_per_byte"])
+        self.inner.send(rank, data)
+
+    def receive(self, rank):
+        return self.inner.receive(rank)
+
+    def wait(self):
+        self.inner.wait()
+
+
+class Training:
+    """Ranks with an autopilot each, and gradients of rank 4 and some noise."""
+
+    def __init__(self, ranks=2, settings=None, bits_per_s=1e8, noise=0.02):
+        self.link, self.noise, self.step = {"seconds_per_byte": 8 / bits_per_s}, noise, 0
+        self.peers = [Shaped(each, self.link) for each in Loopback.ranks(ranks)]
+        self.settings = settings or Auto(candidates=("int8", "int4", "powersgd:8,start=0+int8"))
+        made = results(on_every_rank(self._make, ranks, self.peers))
+        self.reducers, self.pilots = [each[0] for each in made], [each[1] for each in made]
+
+    def _make(self, peers):
+        parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        reducer = GradientReducer(parameters, FIRST, peers, label="auto")
+        return reducer, Autopilot(reducer, self.settings)
+
+    def _gradient(self, name, rank, step):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        shape = SHAPES[name]
+        noise = self.noise * torch.randn(shape, generator=generator)
+        if len(shape) == 1:
+            return noise
+        basis = torch.Generator().manual_seed(len(name))
+        left, right = torch.randn(shape[0], 4, generator=basis), torch.randn(4, shape[1], generator=basis)
+        return left @ torch.diag(torch.randn(4, generator=generator)) @ right + noise
+
+    def run(self, steps, loss=None):
+        def body(peers):
+            reducer, pilot = self.reducers[peers.rank], self.pilots[peers.rank]
+            for step in range(self.step, self.step + steps):
+                time.sleep(0.002)  # forward
+                for name, parameter in reducer.parameters.items():
+                    parameter.grad = self._gradient(name, peers.rank, step)
+                if loss is not None:
+                    pilot.observe_loss(loss(step))
+                reducer.reduce()
+            return {name: p.grad.clone() for name, p in reducer.parameters.items()}
+
+        means = results(on_every_rank(body, len(self.peers), self.peers))
+        self.step += steps
+        for name in SHAPES:
+            assert all(torch.equal(means[0][name].nan_to_num(), each[name].nan_to_num()) for each in means)
+        assert len({str(pilot.plan and pilot.plan.methods) for pilot in self.pilots}) == 1
+        return self.pilots[0]
+
+    def until(self, holds, most=160, **options):
+        """Go on until it holds: a busy machine may have it plan more than once."""
+        pilot = self.run(8, **options)
+        while not holds(pilot):
+            assert self.step < most, [each.what for each in pilot.events]
+            pilot = self.run(4, **options)
+        return pilot
+
+    def close(self):
+        for reducer in self.reducers:
+            reducer.close()
+
+
+def low_rank(pilot):
+    return pilot.plan.methods["a"].startswith("powersgd")
+
+
+@pytest.fixture
+def training():
+    made = []
+
+    def make(**options):
+        made.append(Training(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_slow_link_gets_small_messages_and_every_rank_the_same_plan(training, ranks):
+    run = training(ranks=ranks, bits_per_s=2e7)
+    pilot = run.until(lambda pilot: pilot.settled and low_rank(pilot))
+    assert pilot.plan.methods["bias"] == "none"
+    assert pilot.plan.measured_s < pilot.plan.alternatives["dense"]
+    assert [each.methods for each in run.reducers] == [run.reducers[0].methods] * ranks
+    assert [each.events for each in run.pilots] == [pilot.events] * ranks
+
+
+def test_quality_zero_is_dense(training):
+    pilot = training(settings=Auto(quality=0.0), bits_per_s=2e7).run(16)
+    assert set(pilot.plan.methods.values()) == {"dense"}
+
+
+def test_gradients_that_no_low_rank_holds_travel_otherwise(training):
+    pilot = training(bits_per_s=2e7, noise=20.0).until(lambda pilot: pilot.settled)
+    assert pilot.plan.methods["a"] == "int4"
+
+
+def test_the_plan_follows_the_link(training, caplog):
+    caplog.set_level(logging.INFO, "gradwire.planner")
+    run = training(bits_per_s=1e10)
+    run.until(lambda pilot: pilot.settled and not low_rank(pilot))
+    run.link["seconds_per_byte"] = 8 / 1e7
+    pilot = run.until(lambda pilot: pilot.settled and low_rank(pilot))
+    assert any("instead of" in each.what for each in pilot.events)
+    assert "instead of" in caplog.text
+
+
+def test_a_loss_that_leaves_its_band_steps_back_toward_dense(training):
+    run = training(bits_per_s=2e7)
+    run.until(lambda pilot: pilot.settled and low_rank(pilot), loss=lambda step: 1.0)
+    start = run.step
+    pilot = run.until(lambda pilot: pilot.settled and not low_rank(pilot), loss=lambda step: 1 + 0.05 * (step - start))
+    assert any("stepping back from powersgd" in each.what for each in pilot.events)
+
+
+def test_gradients_that_change_are_looked_at_again(training, monkeypatch):
+    monkeypatch.setattr("gradwire.planner.autopilot._QUALITY_STEPS", 10)
+    run = training(bits_per_s=2e7)
+    run.until(lambda pilot: pilot.settled and low_rank(pilot))
+    run.noise = 20.0
+    pilot = run.until(lambda pilot: pilot.settled and pilot.plan.methods["a"] == "int4")
+    assert any("lose more than 0.25" in each.what for each in pilot.events)
+
+
+def test_a_link_that_gets_faster_is_noticed(training, monkeypatch):
+    monkeypatch.setattr("gradwire.planner.autopilot._PROBE_S", 0.05)
+    run = training(bits_per_s=1e7)
+    run.until(lambda pilot: pilot.settled and low_rank(pilot))
+    run.link["seconds_per_byte"] = 0.0
+    told = ("the link has changed", "instead of")
+    run.until(lambda pilot: any(words in each.what for each in pilot.events for words in told))
+
+
+def test_what_a_plan_costs_is_remembered(training, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = training(settings=Auto()).until(lambda pilot: pilot.settled)
+    (file,) = (tmp_path / "gradwire").iterdir()
+    assert file.name.startswith("plan-")
+    again = training(settings=Auto()).until(lambda pilot: pilot.settled)
+    assert "as in the last training" in again.events[0].what
+    assert again.plan.methods == first.plan.methods or len(again.events) > 1  # the clock may speak against it
+    for damage in ("not JSON", "{}", '{"costs": {}, "plans": ["not JSON"]}', '{"costs": 3, "plans": []}'):
+        file.write_text(damage)
+        assert "the first plan" in training(settings=Auto()).until(lambda pilot: pilot.plan).events[0].what
+
+
+def test_the_plan_of_an_earlier_training_over_another_link_is_not_taken_up(training, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    training(settings=Auto(), bits_per_s=2e7).until(lambda pilot: pilot.settled)
+    again = training(settings=Auto(), bits_per_s=2e8).until(lambda pilot: pilot.plan)
+    assert "the first plan" in again.events[0].what
+
+
+def test_ranks_with_different_settings_are_told():
+    def body(peers):
+        parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        reducer = GradientReducer(parameters, FIRST, peers, label="auto")
+        Autopilot(reducer, Auto(quality=0.1 * (peers.rank + 1)))
+
+    errors = on_every_rank(body, 2)
+    assert all("all ranks must have the same" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (functools.partial(Auto, quality=2), "`quality` must be from 0 to 1; got 2"),
+        (functools.partial(Auto, candidates="int8"), "`candidates` must be strings such as 'int4'; got 'int8'"),
+        (functools.partial(Auto, candidates=("int5",)), "unknown codec"),
+        (functools.partial(Auto, review_every=1), "`review_every` must be a whole number of at least 5; got 1"),
+    ],
+)
+def test_bad_settings_are_told_what_is_allowed(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_state_of_something_else_is_refused(training):
+    pilot = training().pilots[0]
+    with pytest.raises(ConfigError, match="with a plan; got"):
+        pilot.load_state_dict({})
+
+
+def test_auto_is_public():
+    assert gradwire.Auto is Auto
+
+
+def test_gradients_with_nan_are_not_planned_by(training):
+    run = training(bits_per_s=2e7)
+    for reducer in run.reducers:
+        reducer.nonfinite = "propagate"
+    own = run._gradient
+    run._gradient = lambda name, rank, step: own(name, rank, step) * (float("nan") if step == 5 and rank else 1.0)
+    pilot = run.until(lambda pilot: pilot.settled)
+    assert "the first plan" in pilot.events[0].what
+    assert pilot.events[0].step > 6
