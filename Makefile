@@ -7,7 +7,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 # Files that share groups of ranks among their tests.
 GROUPS := tests/adapters tests/optim
 
-.PHONY: train test test-triton test-ray lint bench docs golden sanitize setup clean
+.PHONY: train test test-hard test-triton test-ray lint bench docs golden sanitize setup clean
 
 setup: $(READY)
 
@@ -54,6 +54,10 @@ test-ray:  ## the exchange by Ray's object store; an environment of its own, and
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev]' 'ray>=2.40'
 	GRADWIRE_TEST_RAY=1 unshare --map-root-user --net bash -c 'ip link set lo up; exec "$$@"' _ \
 		.venv-ray/bin/python -m pytest -p no:xdist tests/sharding/test_ray.py
+
+test-hard: $(READY)  ## the coordinator's service: 200 times kill -9 under load, 100,000 hostile payloads; minutes
+	GRADWIRE_KILLS=200 $(BIN)/python -m pytest -s tests/coordinator/test_crash.py
+	GRADWIRE_FUZZ=100000 $(BIN)/python -m pytest -s --timeout 900 tests/coordinator/test_attacks.py
 
 docs: $(READY)  ## the site, into site/
 	$(BIN)/mkdocs build --strict

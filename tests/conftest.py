@@ -1,6 +1,8 @@
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="gradwire-cache-")  # what plans remember of this machine
 
 import pytest
 import torch

@@ -21,8 +21,17 @@ from gradwire.checkpoint import (
     save_distributed_checkpoint,
 )
 from gradwire.codecs import Codec, Laws, Layout, Part, codec, register, registered
-from gradwire.coordinator import DistributedGradientsCoordinator, DistributedModelParametersCoordinator, Staleness
+from gradwire.coordinator import (
+    CoordinatorClient,
+    Credentials,
+    DistributedGradientsCoordinator,
+    DistributedModelParametersCoordinator,
+    ServeSettings,
+    Staleness,
+    serve,
+)
 from gradwire.errors import (
+    AccessError,
     CheckpointError,
     ConfigError,
     GradwireError,
@@ -36,14 +45,19 @@ from gradwire.errors import (
     WireError,
 )
 from gradwire.optim import (
+    DeMo,
+    DiLoCo,
     GradientCompressionOptimizer,
+    LocalAccumulation,
+    LocalSGD,
     OptimizationData,
     OptimizationResult,
+    RoundTraffic,
     ShardedOptimizerBase,
     ShardingConfiguration,
     ShardTraffic,
 )
-from gradwire.planner import best_codec
+from gradwire.planner import Auto, Plan, best_codec
 from gradwire.sharding import (
     AllReduceParameter,
     FutureResult,
@@ -59,11 +73,17 @@ from gradwire.wire import Key, Payload, TensorSpec
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessError",
     "AllReduceParameter",
+    "Auto",
     "CheckpointError",
     "Codec",
     "Compression",
     "ConfigError",
+    "CoordinatorClient",
+    "Credentials",
+    "DeMo",
+    "DiLoCo",
     "DistributedGradientsCoordinator",
     "DistributedModelParametersCoordinator",
     "FutureResult",
@@ -75,6 +95,8 @@ __all__ = [
     "LabError",
     "Laws",
     "Layout",
+    "LocalAccumulation",
+    "LocalSGD",
     "MissingExtraError",
     "NonFiniteError",
     "OptimizationData",
@@ -82,9 +104,12 @@ __all__ = [
     "Part",
     "Payload",
     "PeerError",
+    "Plan",
     "ProcessGroupExchange",
     "QueueFullError",
     "RayExchange",
+    "RoundTraffic",
+    "ServeSettings",
     "ShardTraffic",
     "ShardedOptimizerBase",
     "ShardingConfiguration",
@@ -106,5 +131,6 @@ __all__ = [
     "registered",
     "save_checkpoint",
     "save_distributed_checkpoint",
+    "serve",
     "with_retries",
 ]

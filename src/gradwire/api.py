@@ -12,9 +12,9 @@ from gradwire.codecs import codec as make_codec
 from gradwire.codecs.base import DEFAULT_KEY, saturating
 from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
-from gradwire.wire import Key, TensorSpec
+from gradwire.wire import Key, Payload, TensorSpec
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "decode_payload", "encode"]
 
 
 def encode(tensor: Tensor, codec: str | Codec, *, key: Key = DEFAULT_KEY) -> bytes:
@@ -42,7 +42,16 @@ def decode(data: Any, *, max_bytes: int = wire.MAX_DECODED_BYTES) -> Tensor:
     >>> decode(encode(torch.tensor([[1.0, -2.0]]), "bf16"))
     tensor([[ 1., -2.]])
     """
-    payload = wire.unpack(data, max_bytes=max_bytes)
+    return decode_payload(wire.unpack(data, max_bytes=max_bytes))
+
+
+def decode_payload(payload: Payload) -> Tensor:
+    """The tensor of a payload that came from elsewhere, whatever its codec.
+
+    >>> import torch
+    >>> decode_payload(wire.unpack(encode(torch.ones(2), "bf16")))
+    tensor([1., 1.])
+    """
     try:
         decoder = make_codec(payload.codec)
         if str(decoder) != payload.codec:

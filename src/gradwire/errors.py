@@ -11,11 +11,13 @@
     ├── JournalError        (also RuntimeError)     a journal that cannot be written, or is damaged
     ├── StaleGradientError  (also ValueError)       a gradient of parameters that are too old by now
     ├── QueueFullError      (also RuntimeError)     more gradients than the coordinator may keep
+    ├── AccessError         (also PermissionError)  a caller that may not do what it asks for
     ├── LabError            (also RuntimeError)     a lab of network namespaces cannot be made, found or used
     └── MissingExtraError   (also ImportError)      an optional part is not installed
 """
 
 __all__ = [
+    "AccessError",
     "CheckpointError",
     "ConfigError",
     "GradwireError",
@@ -113,6 +115,18 @@ class QueueFullError(GradwireError, RuntimeError):
     >>> issubclass(QueueFullError, RuntimeError)
     True
     """
+
+
+class AccessError(GradwireError, PermissionError):
+    """A caller is not known, or is ``known`` and may not do what it asks for; no secret is in the message.
+
+    >>> issubclass(AccessError, PermissionError)
+    True
+    """
+
+    def __init__(self, message: str, *, known: bool = False) -> None:
+        super().__init__(message)
+        self.known = known
 
 
 class LabError(GradwireError, RuntimeError):

@@ -15,7 +15,7 @@ EXTRAS: Final = {
     "spark": ("pyspark", "pandas", "pyarrow"),
     "lightning": ("lightning",),
     "accelerate": ("accelerate", "transformers"),
-    "serve": ("grpc", "google.protobuf"),
+    "serve": ("grpc", "google.protobuf", "tomli"),
     "dash": ("starlette", "uvicorn"),
     "bench": ("sklearn", "matplotlib"),
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
-__all__ = ["sync_folder", "write_whole"]
+__all__ = ["lock_folder", "sync_folder", "write_whole"]
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -24,6 +25,25 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Take a folder for this process alone, until the descriptor is closed or the process ends; None if another has it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first, second = lock_folder(Path(folder)), lock_folder(Path(folder))
+    ...     os.close(first)
+    >>> second is None
+    True
+    """
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -37,12 +38,13 @@ from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.kernels.memory import empty
 from gradwire.wire import Key, TensorSpec
 
-__all__ = ["GradientReducer", "Traffic"]
+__all__ = ["BucketTimes", "GradientReducer", "StepTimes", "Traffic"]
 
 SMALL: Final = 4096
 """Tensors below this many elements, and vectors, travel together in float32: they cost a message, not bytes."""
 
-_FEW: Final = 1 << 16  # elements of all ranks that are gathered sooner than summed in two rounds
+FEW: Final = 1 << 16
+"""Small elements of all ranks up to which they are gathered sooner than summed in two rounds."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,32 @@ class Traffic:
     sent_bytes: int
     received_bytes: int
     dense_sent_bytes: int
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """When a bucket was handed over, and when its means were there: seconds after the end of the step before."""
+
+    names: tuple[str, ...]
+    ready_s: float
+    done_s: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How a step went, for whoever plans the next ones.
+
+    >>> StepTimes(7, (BucketTimes(("b",), 0.2, 0.5), BucketTimes(("a",), 0.4, 0.6))).seconds
+    0.6
+    """
+
+    step: int
+    buckets: tuple[BucketTimes, ...]  # in the order they were handed over
+
+    @property
+    def seconds(self) -> float:
+        """From the end of the step before, whatever was done meanwhile, to the last mean."""
+        return max(bucket.done_s for bucket in self.buckets)
 
 
 @dataclass
@@ -81,11 +109,19 @@ class _Step:
     numel: int = 0  # of all gradients
     small: dict[str, Tensor] = field(default_factory=dict)  # gradients, and then their means
     waiting: list[_Countdown] = field(default_factory=list)  # for the small tensors, which go with the last bucket
+    carried: dict[str, Tensor] = field(default_factory=dict)  # what was added to gradients
+    buckets: list[tuple[tuple[str, ...], float]] = field(default_factory=list)  # when each was handed over
+    ends: dict[int, float] = field(default_factory=dict)  # and when it was done, by its place
 
     def traffic(self, ranks: int) -> Traffic:
         done = [future.result() for future in self.results if future.done() and future.exception() is None]
         sent, received = sum(each.sent_bytes for each in done), sum(each.received_bytes for each in done)
         return Traffic(sent, received, ring_bytes(self.numel, ranks))
+
+    @property
+    def taken(self) -> bool:
+        """Whether all of it arrived."""
+        return bool(self.results) and all(future.exception() is None for future in self.results)
 
 
 class _Countdown:
@@ -120,6 +156,10 @@ class GradientReducer:
     Either way no state changes. With ``scale``, a function that returns the loss scale, residuals follow its changes.
     With ``hosts``, the host of each rank, what travels inside one is dense.
 
+    :meth:`assign` lets parameters travel otherwise from the next step on. ``between`` is called before each step, with
+    its number and how the last one went, if that is known; all ranks do so, and it may talk to the others.
+    ``on_gradient`` is called with every gradient that is handed over, before it changes.
+
     >>> import torch, gradwire
     >>> from gradwire.collectives.loopback import Alone
     >>> model = torch.nn.Linear(128, 64)
@@ -140,6 +180,7 @@ class GradientReducer:
         nonfinite: Literal["raise", "propagate"] = "raise",
         scale: Callable[[], float] | None = None,
         hosts: Sequence[int] = (),
+        label: str | None = None,
     ) -> None:
         if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
             raise ConfigError(f"`seed` must be a whole number in [0, 2**64); got {seed!r}.")
@@ -147,13 +188,14 @@ class GradientReducer:
             raise ConfigError(f"`nonfinite` must be 'raise' or 'propagate'; got {nonfinite!r}.")
         self.parameters = dict(parameters)
         self.method = method(what, feedback=feedback)
+        self.label = label or str(self.method)  # what all ranks must agree on
         self.peers, self.seed, self.nonfinite, self.scale = peers, seed, nonfinite, scale
         self.hosts = tuple(hosts)
         # Sizes on the wire follow from codec and shapes: once these agree, no rank can send what another cannot take.
         shapes = {name: (*p.shape, p.dtype) for name, p in parameters.items()}
         checksum = crc32(repr(shapes).encode())
         inside = ", hierarchical" if self.hosts else ""
-        what_goes = f"codec {self.method}{inside}, seed {seed}, nonfinite {nonfinite}"
+        what_goes = f"codec {self.label}{inside}, seed {seed}, nonfinite {nonfinite}"
         agree(peers, f"{what_goes}, {len(shapes)} parameters with checksum {checksum:08x}")
         self._places = {name: place for place, name in enumerate(self.parameters, start=1)}
         self._pipeline = Pipeline()
@@ -161,6 +203,12 @@ class GradientReducer:
         self._plans: dict[tuple[str, ...], list[_Section]] = {}
         self._smalls: _Section | None = None
         self._states: dict[str, State] = {}  # of parameters that no plan has yet
+        self._methods: dict[str, Method] = dict.fromkeys(self.parameters, self.method)
+        self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
+        self._end_of_step = math.nan
+        self._times: StepTimes | None = None  # of the last step
+        self.between: Callable[[int, StepTimes | None], None] | None = None
+        self.on_gradient: Callable[[str, Tensor], None] | None = None
         self._scale = scale() if scale else 1.0
         self._step = 0
         self._open = False  # whether a bucket of the step is still to come
@@ -207,12 +255,18 @@ class GradientReducer:
         lie end to end: it saves copies.
         """
         if not self._open:
-            self._take_step()
-            self._rescale()
+            self._begin_step()
         self._open = not last
-        now = self._now
+        now, number = self._now, len(self._now.buckets)
+        now.buckets.append((tuple(names), time.perf_counter()))
         now.numel += sum(gradient.numel() for gradient in gradients)
         by_name = dict(zip(names, gradients, strict=True))
+        if self.on_gradient is not None:
+            for name, gradient in by_name.items():
+                self.on_gradient(name, gradient)
+        for name in self._carry.keys() & by_name.keys():
+            now.carried[name] = self._carry.pop(name)
+            by_name[name].add_(now.carried[name].view(by_name[name].shape).to(by_name[name]))
         sections = self._plan(tuple(names))
         main, others = (sections[0] if sections else None), sections[1:]
         # What travels apart from the main section is copied, and zeros stand for it there.
@@ -224,6 +278,8 @@ class GradientReducer:
                 by_name[name].copy_(mean)
 
         finish = _Countdown((main is not None) + len(others) + bool(small), put_back)
+        ends = now.ends  # not the step itself: it would hold on to its own tensors until Python looks for cycles
+        finish.done.add_done_callback(lambda _: ends.__setitem__(number, time.perf_counter()))
         if main is not None:
             for name in main.elsewhere:
                 by_name[name].zero_()
@@ -247,8 +303,7 @@ class GradientReducer:
         flat: Tensor | None = None,
     ) -> None:
         """Start to reduce a section. Its means end in the gradients; with ``flat``, their memory, without a copy."""
-        key, tag = Key(self.seed, self._step, section.number), self._tag
-        self._tag = (self._tag + STAGES) % (1 << 30)
+        key, tag = Key(self.seed, self._step, section.number), self.next_tags()
         computed = _computed(gradients[0].device)
         can = flat is not None and flat.dtype == torch.float32
         in_place = (
@@ -284,18 +339,39 @@ class GradientReducer:
         now.results.append(future)
         future.add_done_callback(arrived)
 
+    def _begin_step(self) -> None:
+        self._take_step()
+        self._rescale()
+        times, self._times = self._times, None
+        if self.between is not None:
+            self.between(self._step, times)
+
     def _take_step(self) -> None:
         """Commit the states of the step before, now that it has been taken; not if any of it failed."""
         before, self._now = self._now, _Step()
         if not before.results:
             return
         self._traffic = before.traffic(self.peers.size)
-        taken = all(future.exception() is None for future in before.results)
         for section in before.sections:
-            if taken and section.next_state is not None:
+            if before.taken and section.next_state is not None:
                 section.state = section.next_state
             section.next_state = None
+        if not before.taken:
+            self._carry |= before.carried
+        self._times = self._times_of(before)
         self._step += 1
+
+    def _times_of(self, before: _Step) -> StepTimes | None:
+        """None if it failed, or if nobody knows when the step before it ended."""
+        if not before.taken or len(before.ends) < len(before.buckets):
+            self._end_of_step = math.nan
+            return None
+        after, self._end_of_step = self._end_of_step, max(before.ends.values())
+        if math.isnan(after):
+            return None
+        handed_over = enumerate(before.buckets)
+        times = [BucketTimes(names, ready - after, before.ends[n] - after) for n, (names, ready) in handed_over]
+        return StepTimes(self._step, tuple(times))
 
     def _rescale(self) -> None:
         """Residuals are in units of the loss scale: they follow it."""
@@ -305,9 +381,44 @@ class GradientReducer:
         for section in (section for plan in self._plans.values() for section in plan):
             section.state = _scaled(section.state, factor)
         self._states = {name: _scaled(state, factor) for name, state in self._states.items()}
+        self._carry = {name: owed * factor for name, owed in self._carry.items()}
         self._scale = scale
 
     # Which parameters travel together, and how.
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """How each parameter travels, unless it is so small that it goes with others in float32."""
+        return {name: str(how) for name, how in self._methods.items()}
+
+    def assign(self, methods: Mapping[str, str | Method]) -> None:
+        """Let parameters travel by other methods from the next step on; every rank does so before the same step.
+
+        What error feedback had kept back of their buckets is added to the next gradients: nothing is lost.
+        """
+        unknown = sorted(set(methods) - set(self.parameters))
+        if unknown:
+            raise ConfigError(f"`methods` must be of the reducer's parameters; got {unknown}.")
+        if self._open:
+            raise ConfigError("assign() must be called between steps, not during backward.")
+        self._take_step()
+        wanted = {name: method(what) for name, what in methods.items()}
+        changed = {name for name, how in wanted.items() if str(how) != str(self._methods[name])}
+        if not changed:
+            return
+        self._methods |= {name: wanted[name] for name in changed}
+        for names in [names for names in self._plans if not changed.isdisjoint(names)]:
+            changed |= set(names)
+            for section in self._plans.pop(names):
+                self._states |= section.states()
+        for name in sorted(changed & self._states.keys()):
+            owed = _owed(self._states.pop(name), self.parameters[name].numel(), self.peers.size)
+            self._carry[name] = owed + self._carry[name] if name in self._carry else owed
+
+    def next_tags(self) -> int:
+        """Tags for a reduction, or another exchange of the same kind, between steps."""
+        tag, self._tag = self._tag, (self._tag + STAGES) % (1 << 30)
+        return tag
 
     def _plan(self, names: tuple[str, ...]) -> list[_Section]:
         """Sections of a bucket's large tensors."""
@@ -327,20 +438,29 @@ class GradientReducer:
 
     def _sections(self, names: list[str]) -> list[_Section]:
         """The section of the bucket's own memory first, if there is one."""
-        if isinstance(self.method, AllReduce):
+        if all(isinstance(self._methods[n], AllReduce) for n in names):
             return [self._section(names, Dense(self.peers))]
-        large = [n for n in names if self.parameters[n].dim() > 1 and self.parameters[n].numel() >= SMALL]
-        if not large:
-            return []
-        if isinstance(self.method, PowerSGD):
-            return self._low_rank_sections(self.method, names, large)
-        if is_elementwise(self.method):
+        groups: dict[str, list[str]] = {}
+        for name in (n for n in names if is_large(self.parameters[n])):
+            groups.setdefault(str(self._methods[name]), []).append(name)
+        sections: list[_Section] = []
+        for large in groups.values():
+            sections += self._sections_of(self._methods[large[0]], large if sections else names, large)
+        return sections
+
+    def _sections_of(self, how: Method, names: list[str], large: list[str]) -> list[_Section]:
+        """Sections of the large tensors of some names, which travel by one method."""
+        if isinstance(how, PowerSGD):
+            return self._low_rank_sections(how, names, large)
+        if isinstance(how, AllReduce):
+            return [self._section(names, Dense(self.peers), elsewhere=set(names) - set(large))]
+        if is_elementwise(how):
             # Zeros that do not stay zeros would make noise of the places of small tensors.
-            keeps_zeros = self.method.laws(TensorSpec((1 << 20,))).keeps_zeros
+            keeps_zeros = how.laws(TensorSpec((1 << 20,))).keeps_zeros
             together = names if keeps_zeros else large
-            collective = flat_collective(self.peers, self.method, self.hosts)
+            collective = flat_collective(self.peers, how, self.hosts)
             return [self._section(together, collective, elsewhere=set(names) - set(large))]
-        sections = [self._section([n], Gather(self.peers, self.method), self.parameters[n].shape) for n in large]
+        sections = [self._section([n], Gather(self.peers, how), self.parameters[n].shape) for n in large]
         sections[0].elsewhere = frozenset(set(names) - {large[0]})
         return sections
 
@@ -371,7 +491,7 @@ class GradientReducer:
 
     def _small_collective(self, names: list[str]) -> Collective:
         """One round instead of two where bytes are so few that only rounds count."""
-        few = sum(self.parameters[n].numel() for n in names) * self.peers.size <= _FEW
+        few = sum(self.parameters[n].numel() for n in names) * self.peers.size <= FEW
         return Gather(self.peers, codec("none")) if few else flat_collective(self.peers, codec("none"), self.hosts)
 
     def _section(
@@ -415,12 +535,18 @@ class GradientReducer:
             if state
         }
         place = {"rank": self.peers.rank, "ranks": self.peers.size}
-        return {"method": str(self.method), "step": self._step, "scale": self._scale, **place, "states": cloned}
+        assigned = {name: str(how) for name, how in self._methods.items() if how is not self.method}
+        carried = {name: owed.clone() for name, owed in self._carry.items()}
+        moving = {"assigned": assigned, "carried": carried}
+        return {"method": self.label, "step": self._step, "scale": self._scale, **place, "states": cloned, **moving}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that :meth:`state_dict` returned on this rank."""
         self._check_state(state)
         self._now, self._plans = _Step(), {}
+        assigned = {name: method(what) for name, what in state.get("assigned", {}).items()}
+        self._methods = {**dict.fromkeys(self.parameters, self.method), **assigned}
+        self._carry = {name: owed.clone() for name, owed in state.get("carried", {}).items()}
         self._step, self._scale = int(state["step"]), float(state["scale"])
         self._states = {
             name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in each.items()}
@@ -428,7 +554,7 @@ class GradientReducer:
         }
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        mine = {"method": str(self.method), "rank": self.peers.rank, "ranks": self.peers.size}
+        mine = {"method": self.label, "rank": self.peers.rank, "ranks": self.peers.size}
         expected = {*mine, "step", "scale", "states"}
         if not isinstance(state, Mapping) or not expected <= set(state):
             got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
@@ -443,11 +569,15 @@ class GradientReducer:
             raise ConfigError(f"`state` must have a scale above 0; got {scale!r}.")
         if not isinstance(states, Mapping) or not all(map(_is_state, states.values())):
             raise ConfigError("`state` must have 'states' of tensors and whole numbers, by parameter.")
-        unknown = sorted(set(states) - set(self.parameters))
+        assigned, carried = state.get("assigned", {}), state.get("carried", {})
+        if not all(isinstance(each, Mapping) for each in (assigned, carried)):
+            raise ConfigError("`state` must have 'assigned' and 'carried' by parameter.")
+        unknown = sorted({*states, *assigned, *carried} - set(self.parameters))
         if unknown:
             raise ConfigError(f"`state` has parameters that the model has not: {unknown}.")
-        for name, each in states.items():
-            residual, size = each.get("residual"), self.parameters[name].numel()
+        kept = {name: each.get("residual") for name, each in states.items()}
+        for name, residual in [*kept.items(), *carried.items()]:
+            size = self.parameters[name].numel()
             if isinstance(residual, Tensor) and residual.numel() != size:
                 raise ConfigError(
                     f"`state` has a residual of {residual.numel()} elements for {name!r}; the parameter has {size}."
@@ -473,6 +603,25 @@ def _scaled(state: State, factor: float) -> State:
         name: value * factor if isinstance(value, Tensor) and name not in ("p", "q") else value
         for name, value in state.items()
     }
+
+
+def is_large(parameter: Tensor) -> bool:
+    """Whether a parameter is worth a codec; the rest travels together in float32.
+
+    >>> is_large(torch.empty(256, 256)), is_large(torch.empty(65536)), is_large(torch.empty(8, 8))
+    (True, False, False)
+    """
+    return parameter.dim() > 1 and parameter.numel() >= SMALL
+
+
+def _owed(state: State, size: int, ranks: int) -> Tensor:
+    """What a rank has kept back of a tensor, as a summand of its gradient."""
+    residual = state.get("residual", state.get("unsent"))
+    owed = residual.reshape(-1).clone() if isinstance(residual, Tensor) else torch.zeros(size)
+    if isinstance(owned := state.get("owned"), Tensor):
+        start = int(state["owned_from"])
+        owed[start : start + owned.numel()] += owned.to(owed) * ranks  # a mean's loss counts once for all ranks
+    return owed
 
 
 def _nothing_left(size: int, device: torch.device) -> State:

@@ -58,7 +58,9 @@ __all__ = [
     "Key",
     "Payload",
     "TensorSpec",
+    "crc32",
     "frame_header",
+    "frame_pieces",
     "header_nbytes",
     "pack",
     "pack_into",
@@ -237,6 +239,25 @@ def pack_into(payload: Payload, out: Tensor) -> int:
     return total
 
 
+def frame_pieces(payload: Payload) -> list[memoryview]:
+    """The frame of a payload on the CPU in pieces that are to be sent one after the other, its parts not copied.
+
+    >>> import gradwire
+    >>> payload, _ = gradwire.codec("int8").encode(torch.ones(4))
+    >>> b"".join(frame_pieces(payload)) == pack(payload)
+    True
+    """
+    flat = [part.contiguous().view(-1).view(torch.uint8).numpy().data for part in payload.parts if part.numel()]
+    parts = tuple((part.dtype, part.numel() * part.dtype.itemsize) for part in payload.parts)
+    header = bytearray(frame_header(payload.codec, payload.spec, parts, payload.key))
+    header[_FLAGS_AT] = _NON_FINITE if int(payload.nonfinite) else 0
+    checksum = crc32(memoryview(header)[8:])
+    for piece in flat:
+        checksum = crc32(piece, checksum)
+    struct.pack_into("<I", header, 4, checksum)
+    return [memoryview(header), *flat]
+
+
 def frame_header(codec: str, spec: TensorSpec, parts: tuple[tuple[torch.dtype, int], ...], key: Key) -> bytes:
     """Header of a frame with such parts, each a dtype and bytes; checksum and flags are zeros still.
 
@@ -266,11 +287,19 @@ def _header_of(codec: str, spec: TensorSpec, parts: tuple[tuple[torch.dtype, int
     return bytes(header)
 
 
-def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = False, copy: bool = True) -> Payload:
+def unpack(
+    data: Any,
+    *,
+    max_bytes: int = MAX_DECODED_BYTES,
+    padded: bool = False,
+    copy: bool = True,
+    checksum: int | None = None,
+) -> Payload:
     """Payload of a frame. Every field is checked before it is used; the parts are copies, or parts of ``data``.
 
     ``data`` is ``bytes`` or anything with a buffer. A frame of more than ``max_bytes`` decoded is refused. With
-    ``padded`` more bytes may follow the frame, as in a buffer of the layout's size.
+    ``padded`` more bytes may follow the frame, as in a buffer of the layout's size. ``checksum`` is the CRC-32 of all
+    bytes from offset 8 on, if it is known already.
 
     >>> import gradwire
     >>> unpack(gradwire.encode(torch.ones(4), "int8")).spec
@@ -296,7 +325,7 @@ def unpack(data: Any, *, max_bytes: int = MAX_DECODED_BYTES, padded: bool = Fals
     if total != len(view):
         problem = "truncated" if total > len(view) else "oversized"
         raise WireError(f"{problem}: the header says {total} bytes; got {len(view)}.")
-    actual = crc32(view[8:])
+    actual = crc32(view[8:]) if checksum is None else checksum
     if actual != crc:
         raise WireError(f"corrupt: the checksum in the header is {crc:08x}, that of the bytes {actual:08x}.")
 

@@ -98,6 +98,8 @@ def answers(folder):
         "compiled_inside": ("compiled", {"where": "inside"}),
         "compiled_outside": ("compiled", {"where": "outside"}),
         "unused_loses_nothing": ("unused_loses_nothing", {}),
+        "planned": ("planned", {}),
+        "planned_exactly": ("planned", {"settings": {"quality": 0.0}}),
     }  # fmt: skip
     return said(folder, cases, 3)
 
@@ -157,6 +159,18 @@ def test_a_branch_that_no_rank_uses_loses_nothing(answers):
     for rank in without_error(answers["unused_loses_nothing"]):
         assert rank["before"] > 0
         assert rank["lost"] < 1e-5 * rank["before"]
+
+
+@pytest.mark.parametrize("case", ["planned", "planned_exactly"])
+def test_ranks_that_plan_agree_and_their_plan_is_saved(answers, case):
+    for rank in same_on_every_rank(answers[case], "after", "plan", "assigned", "events"):
+        assert rank["method"] == "auto"
+        assert "autopilot" in rank["saved"]
+        assert rank["went_on"]
+        assert rank["last"] < rank["first"]
+        assert set(rank["held"].values()) == {"none"}
+        if case == "planned_exactly":
+            assert set(rank["plan"].values()) == {"dense"}
 
 
 def test_a_rebuild_of_buckets_loses_nothing(answers):

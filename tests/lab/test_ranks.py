@@ -1,6 +1,8 @@
 """What runs in a lab: its environment, its output, and its end."""
 
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradwire import ConfigError
+from gradwire.lab.ranks import run_ranks
 
 
 def python(text):
@@ -144,3 +147,26 @@ dist.destroy_process_group()
 def alive(pid):
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_signal_that_comes_while_ranks_are_started_ends_them_too():
+    started = []
+
+    def leave(*_):
+        raise SystemExit(1)
+
+    def start(rank, stdout):
+        started.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.2)  # time for the exception to come here, if this were the thread that takes signals
+        return started[-1]
+
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with pytest.raises(SystemExit):
+            run_ranks(start, 1, timeout_s=None, output="all")
+        assert [process.poll() for process in started] == [-signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        for process in started:
+            process.kill()

@@ -474,6 +474,32 @@ def traffic_is_the_last_steps(rank):
     return [before, compression.traffic.sent_bytes]
 
 
+def planned(rank, steps=30, settings=None):
+    """Train with ``auto``, save in the middle, and go on from there beside the one that was not saved."""
+    auto = gradwire.Auto(**settings) if settings else "auto"
+    model, compression = compressed(auto, bucket_cap_mb=0.06)
+    optimizer = sgd(model)
+    losses = train(model, optimizer, range(steps), rank)
+    plan, state = compression.plan, compression.state_dict()
+    other, again = compressed(auto, bucket_cap_mb=0.06)
+    other.module.load_state_dict(model.module.state_dict())
+    again.load_state_dict(state)
+    went_on = again.plan == plan and again._autopilot.settled == compression._autopilot.settled
+    train(model, optimizer, range(steps, steps + 3), rank)
+    train(other, sgd(other), range(steps, steps + 3), rank)
+    methods = compression._reducer.methods
+    compression.hold("none")
+    train(model, optimizer, range(steps + 3, steps + 5), rank)
+    held = compression._reducer.methods
+    result = {"after": parameters(model), "plan": plan.methods, "went_on": went_on, "assigned": methods}
+    result |= {"events": [each.what for each in compression.events], "method": compression.method, "held": held}
+    result |= {"first": losses[0], "last": losses[-1], "settled": plan.measured_s is not None}
+    result |= {"other": parameters(other) if went_on else "", "saved": sorted(state)}
+    compression.close()
+    again.close()
+    return result
+
+
 def two_groups(rank, ranks):
     """Four ranks in two groups, each with a model and a codec of its own; and one model of all four beside."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -513,6 +539,7 @@ CASES = {
     "options": options, "autocast": autocast, "half": half, "compiled": compiled, "nonfinite": nonfinite,
     "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "refusals": refusals,
     "closed": closed, "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
+    "planned": planned,
 }  # fmt: skip
 OF_RANKS = {
     "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.collectives import Method, connect, find_hosts
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
+from gradwire.planner import FIRST, Auto, Autopilot, Event, Plan
 from gradwire.reducer import GradientReducer, Traffic
 
 __all__ = ["Compression", "compress"]
@@ -24,7 +25,7 @@ class _Scaler(Protocol):
 
 def compress(
     model: DistributedDataParallel,
-    codec: str | Method = "int4",
+    codec: str | Method | Auto = "int4",
     *,
     feedback: bool = True,
     seed: int = 0,
@@ -40,7 +41,9 @@ def compress(
     skip is skipped on all ranks, and residuals follow its scale. ``nonfinite`` says what happens when a rank's gradient
     holds NaN or Inf: ``"raise"`` on every rank (the default without a scaler), or ``"propagate"`` NaN to all.
 
-    ``codec="dense"`` is DDP's own all-reduce. With ``hierarchical`` ranks of one host sum their gradients in float32
+    ``codec="auto"`` measures the link, the machine and the gradients in the first steps and chooses for every bucket;
+    it looks again when steps take longer or shorter (:class:`~gradwire.Auto` has its settings). ``codec="dense"`` is
+    DDP's own all-reduce. With ``hierarchical`` ranks of one host sum their gradients in float32
     first, and only what travels between hosts is compressed.
 
     Every rank must call it, after wrapping the model. A rank that is gone or stuck for ``timeout_s`` is named by an
@@ -69,17 +72,19 @@ def compress(
         raise ConfigError(f"`scaler` must be a torch.amp.GradScaler; got {type(scaler).__name__}.")
     peers = connect(model.process_group, timeout_s=timeout_s)
     hosts = find_hosts(peers, tag=1)  # asked by all, so that ranks that want it differently learn so
+    auto = Auto() if codec == "auto" else codec if isinstance(codec, Auto) else None
     reducer = GradientReducer(
         {name: p for name, p in model.module.named_parameters() if p.requires_grad},
-        codec,
+        codec if not isinstance(codec, Auto) and auto is None else FIRST,
         peers,
         seed=seed,
         feedback=feedback,
         nonfinite=nonfinite or ("raise" if scaler is None else "propagate"),
         scale=scaler.get_scale if scaler is not None else None,
         hosts=hosts if hierarchical else (),
+        label="auto" if auto is not None else None,
     )
-    compression = Compression(reducer)
+    compression = Compression(reducer, Autopilot(reducer, auto, reducer.hosts) if auto is not None else None)
     model.register_comm_hook(compression, _hook)
     return compression
 
@@ -87,19 +92,34 @@ def compress(
 class Compression:
     """What :func:`compress` put into a model: its state, and what it moved.
 
-    >>> sorted(name for name in dir(Compression) if not name.startswith("_"))
-    ['close', 'load_state_dict', 'method', 'state_dict', 'traffic', 'wire_bytes']
+    >>> sorted(name for name in dir(Compression) if name.endswith("_dict") or name.endswith("_bytes"))
+    ['load_state_dict', 'state_dict', 'wire_bytes']
     """
 
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = reducer
+    def __init__(self, reducer: GradientReducer, autopilot: Autopilot | None = None) -> None:
+        self._reducer, self._autopilot = reducer, autopilot
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in reducer.parameters.items()}
         self._error: BaseException | None = None
 
     @property
     def method(self) -> str:
         """How gradients travel, as a string that :func:`compress` takes."""
-        return str(self._reducer.method)
+        return self._reducer.label
+
+    @property
+    def plan(self) -> Plan | None:
+        """What ``auto`` has decided; None before that, and without ``auto``."""
+        return self._autopilot.plan if self._autopilot is not None else None
+
+    @property
+    def events(self) -> list[Event]:
+        """What ``auto`` has done so far, and why; also in the log of ``gradwire.planner``."""
+        return self._autopilot.events if self._autopilot is not None else []
+
+    def observe_loss(self, loss: float) -> None:
+        """Tell ``auto`` the loss of a step: if it rises out of its band, gradients travel more exactly."""
+        if self._autopilot is not None:
+            self._autopilot.observe_loss(loss)
 
     @property
     def traffic(self) -> Traffic:
@@ -115,13 +135,22 @@ class Compression:
         peers = self._reducer.peers
         return peers.wire_bytes if isinstance(peers, ProcessPeers) else None
 
+    def hold(self, what: str) -> None:
+        """End ``auto``: from the next step on all gradients travel by one method. Every rank must call it."""
+        if self._autopilot is None:
+            raise ConfigError(f"hold() needs codec 'auto'; this one is {self.method!r}.")
+        self._autopilot.hold(what)
+
     def state_dict(self) -> dict[str, Any]:
         """Residuals and factors of this rank, by parameter; tensors and numbers only."""
-        return self._reducer.state_dict()
+        state = self._reducer.state_dict()
+        return state if self._autopilot is None else state | {"autopilot": self._autopilot.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict` of the same rank, codec and number of ranks."""
         self._reducer.load_state_dict(state)
+        if self._autopilot is not None:
+            self._autopilot.load_state_dict(state.get("autopilot", {}))
 
     def _raises_after_backward(self) -> bool:
         """Have an error raised when backward ends, after DDP has put its own house in order.

@@ -79,6 +79,13 @@ class Steps:
     over_compute: float  # times the step that sends nothing
     wire_bytes: float | None  # a step and rank, with all headers; None where nobody counts
     sent_bytes: int | None  # a step and rank, as our telemetry has it
+    first: tuple[float, float] = (0, 0.0)  # steps before the timed ones, of ``auto`` those to a plan; and their seconds
+    plans: tuple[str, ...] = ()  # of ``auto``, in each round, as text
+
+    @property
+    def bytes_a_step(self) -> float:
+        """That a rank sends, as well as it is known."""
+        return self.wire_bytes or self.sent_bytes or 0
 
 
 @dataclass(frozen=True)
@@ -119,21 +126,24 @@ class TrainingReport:
         return None if steps is None else self.seconds_of(name, rate, steps)
 
     def seconds_of(self, name: str, rate: str, steps: float) -> float:
-        """Seconds of so many steps."""
-        return self._sum_of(name, rate, steps, lambda there: there.step.median_s)
+        """Seconds of so many steps; the first ones, which are slower, as long as they took."""
+        there, (early, start) = self.links[rate], self._began(name, rate, steps)
+        if start:
+            return self.seconds_of(early, rate, start) + (steps - start) * there[name].step.median_s
+        first, seconds = there[name].first
+        counted = min(steps, first)
+        return seconds * counted / max(1, first) + (steps - counted) * there[name].step.median_s
 
     def bytes_of(self, name: str, steps: float) -> float:
         """Bytes a rank sends in so many steps."""
-        return self._sum_of(
-            name, next(iter(self.links)), steps, lambda there: there.wire_bytes or there.sent_bytes or 0
-        )
+        rate, there = next(iter(self.links.items()))
+        early, start = self._began(name, rate, steps)
+        return (self.bytes_of(early, start) if start else 0.0) + (steps - start) * there[name].bytes_a_step
 
-    def _sum_of(self, name: str, rate: str, steps: float, each: Callable[[Steps], float]) -> float:
-        """Of so many steps; the first ones of PowerSGD are those of another method."""
-        there = self.links[rate]
-        early, first = _start(name)
-        first = min(steps, first) if early in there else 0
-        return (first * each(there[early]) if first else 0.0) + (steps - first) * each(there[name])
+    def _began(self, name: str, rate: str, steps: float) -> tuple[str, float]:
+        """What the first steps of PowerSGD are sent as, and how many of them, if that was timed."""
+        early, start = _start(name)
+        return early, min(steps, start) if early in self.links[rate] else 0
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain JSON types."""
@@ -190,6 +200,8 @@ def _under(rate: str, settings: Settings, common: Mapping[str, Any], notify: Not
     seconds: dict[str, list[float]] = {name: [] for name in names}
     wire: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, int | None] = {}
+    first: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    plans: dict[str, list[str]] = {name: [] for name in names}
     with _links(rate, settings.workers) as lab:
         asked = {**common, "methods": names, "rounds": settings.rounds, "steps": settings.steps}
         asked["interface"] = lab.hosts[0].interface if lab else ""
@@ -197,6 +209,8 @@ def _under(rate: str, settings: Settings, common: Mapping[str, Any], notify: Not
             seconds[event["method"]] += event["seconds"]
             wire[event["method"]].append(event["wire_bytes"])
             sent[event["method"]] = event["sent_bytes"]
+            first[event["method"]].append(tuple(event["first"]))
+            plans[event["method"]] += event["plans"]
             notify(f"{rate}, round {event['round'] + 1}: {event['method']}")
     compute = statistics.median(seconds[COMPUTE])
     return {
@@ -205,6 +219,8 @@ def _under(rate: str, settings: Settings, common: Mapping[str, Any], notify: Not
             statistics.median(seconds[name]) / compute,
             statistics.median(wire[name]) if lab else None,
             sent[name],
+            sorted(first[name])[len(first[name]) // 2],
+            tuple(plans[name]),
         )
         for name in names
     }

@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from gradwire.benchmarks.rigs import Rig, make_rig
+from gradwire.benchmarks.rigs import AUTO, Rig, make_rig
 from gradwire.collectives.rank import report, run_rank
 from gradwire.tasks import TASKS, Task
 
-__all__ = ["Settings", "main"]
+__all__ = ["Settings", "main", "wire_bytes"]
+
+_MOST_STEPS_TO_A_PLAN: Final = 60
 
 
 @dataclass(frozen=True)
@@ -76,24 +78,34 @@ def _curve(settings: Settings, task: Task, name: str, rank: int, ranks: int) -> 
 def _timed(settings: Settings, task: Task, name: str, round_number: int, rank: int, ranks: int) -> None:
     # PowerSGD from the first step on, for its own steps are what is timed.
     with make_rig(task, name, start=0) as rig:
-        for step in range(settings.warmup):
-            _step(task, rig, step, rank, ranks)
+        first, began = 0, time.perf_counter()
+        while first < settings.warmup or (name == AUTO and not _settled(rig) and first < _MOST_STEPS_TO_A_PLAN):
+            _step(task, rig, first, rank, ranks)
+            first += 1
+        taken = [first, time.perf_counter() - began]
         dist.barrier()
-        before, times = _wire_bytes(settings.interface), []
+        before, times = wire_bytes(settings.interface), []
         counted = rig.wire_bytes()
-        for step in range(settings.warmup, settings.warmup + settings.steps):
+        for step in range(first, first + settings.steps):
             started = time.perf_counter()
             _step(task, rig, step, rank, ranks)
             times.append(time.perf_counter() - started)
         dist.barrier()
-        wire = (_wire_bytes(settings.interface) - before) / settings.steps
+        wire = (wire_bytes(settings.interface) - before) / settings.steps
         after = rig.wire_bytes()
         counted = (after - counted) // settings.steps if after is not None and counted is not None else None
         seconds = torch.tensor(times)
         dist.all_reduce(seconds)  # the mean over ranks of each step
         sent = rig.sent_bytes()
         told = {"seconds": (seconds / ranks).tolist(), "wire_bytes": wire, "sent_bytes": sent, "counted_bytes": counted}
-        report(rank, event="timed", method=name, round=round_number, **told)
+        plans = [plan.to_json()] if (plan := rig.plan()) is not None else []
+        report(rank, event="timed", method=name, round=round_number, first=taken, plans=plans, **told)
+
+
+def _settled(rig: Rig) -> bool:
+    """Whether ``auto`` has a plan whose steps it has timed."""
+    plan = rig.plan()
+    return plan is not None and plan.measured_s is not None
 
 
 def _step(task: Task, rig: Rig, step: int, rank: int, ranks: int) -> float:
@@ -103,7 +115,7 @@ def _step(task: Task, rig: Rig, step: int, rank: int, ranks: int) -> float:
     return loss.item()
 
 
-def _wire_bytes(interface: str) -> int:
+def wire_bytes(interface: str) -> int:
     """Bytes sent with all headers: those of the queue, for the interface counts a long packet's header once."""
     if not interface:
         return 0

@@ -15,6 +15,8 @@ from gradwire.cli.bench import bench
 from gradwire.cli.inspect import inspect
 from gradwire.cli.lab import lab
 from gradwire.cli.output import errors
+from gradwire.cli.plan import plan
+from gradwire.cli.serve import serve
 from gradwire.cli.train import train
 from gradwire.errors import ConfigError, GradwireError
 
@@ -28,9 +30,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(train)
+app.command()(plan)
 app.command()(inspect)
 app.add_typer(bench, name="bench")
 app.add_typer(lab, name="lab")
+app.add_typer(serve, name="serve")
 
 
 def _version(wanted: bool) -> None:

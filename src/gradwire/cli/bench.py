@@ -17,7 +17,15 @@ from torch import Tensor
 from gradwire import benchmarks
 from gradwire.benchmarks import plot
 from gradwire.benchmarks.codecs import GROUPS, Notify, Report, Result, Settings
-from gradwire.cli import bench_exchange, bench_stragglers, bench_train
+from gradwire.cli import (
+    bench_auto,
+    bench_coordinator,
+    bench_exchange,
+    bench_plan,
+    bench_rounds,
+    bench_stragglers,
+    bench_train,
+)
 from gradwire.cli.output import JsonOption, errors, print_json, show, table
 from gradwire.codecs import Codec, codec, registered
 from gradwire.codecs.sparse import Sparse, index_nbytes
@@ -45,7 +53,12 @@ def _group() -> None:
 
 
 bench.command("train")(bench_train.train)
+bench.command("coordinator")(bench_coordinator.coordinator)
 bench.command("exchange")(bench_exchange.exchange)
+bench.command("plan")(bench_plan.plan)
+bench.command("drift")(bench_plan.drift)
+bench.command("auto")(bench_auto.auto)
+bench.command("rounds")(bench_rounds.rounds)
 bench.command("stragglers")(bench_stragglers.stragglers)
 
 

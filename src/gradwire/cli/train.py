@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,10 +12,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
+from gradwire.cli.plan import plan_table
 from gradwire.clusters import run_workers
 from gradwire.collectives import method
 from gradwire.errors import ConfigError
 from gradwire.lab import Lab, parse_rate
+from gradwire.planner import Plan
 from gradwire.tasks import TASKS
 
 __all__ = ["train"]
@@ -24,7 +27,9 @@ def train(
     task: Annotated[str, typer.Option(help=f"What to train: {', '.join(TASKS)}.")] = "digits",
     codec: Annotated[
         str | None,
-        typer.Option(help="How gradients travel: int4 (the default), int8, topk:0.01+int8, powersgd:16+int8, none ..."),
+        typer.Option(
+            help="How gradients travel: int4 (the default), int8, topk:0.01+int8, powersgd:16+int8, none, or auto."
+        ),
     ] = None,
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     epochs: Annotated[int, typer.Option(help="Passes over the training data; charlm: hundreds of steps.")] = 4,
@@ -61,6 +66,8 @@ def train(
             run.take(event)
             if event["event"] == "retry":
                 errors.print(f"{event['error']} Starting again.", style="yellow")
+            if event["event"] == "planned":
+                errors.print(f"step {event['step']}: {event['what']}", highlight=False)
             if event["event"] == "start":
                 progress.update(bar, total=event["steps"])
             elif event["event"] == "step":
@@ -71,6 +78,8 @@ def train(
         print_json({"settings": {**settings, "workers": workers, "rate": rate}, **run.result()})
     else:
         show(run.table(task, workers, rate))
+        if run.plan:
+            show(plan_table(Plan.from_json(run.plan["plan"]), "the last plan"))
 
 
 def _sharding(
@@ -118,7 +127,7 @@ def _settings(
     if not 0 <= seed < 1 << 31:
         raise ConfigError(f"`--seed` must be from 0 to {(1 << 31) - 1}; got {seed}.")
     TASKS[task]().load()
-    how = str(method(codec, feedback=False))
+    how = codec if codec == "auto" else str(method(codec, feedback=False))
     return {"task": task, "codec": how, "epochs": epochs, "steps": steps, "batch_size": batch_size, "seed": seed}
 
 
@@ -127,6 +136,8 @@ class _Run:
 
     def __init__(self) -> None:
         self.start: dict[str, Any] = {}
+        self.plan: dict[str, Any] = {}  # of ``auto``
+        self.planned: list[dict[str, Any]] = []
         self.done: dict[str, Any] = {}
         self.losses: dict[int, float] = {}  # by step: those after a checkpoint may be taken again
         self.sent_bytes = self.dense_sent_bytes = 0
@@ -136,6 +147,8 @@ class _Run:
             self.losses[event["step"]] = event["loss"]
             self.sent_bytes += event["sent_bytes"]
             self.dense_sent_bytes += event["dense_sent_bytes"]
+        elif event["event"] == "planned":
+            self.planned.append({"step": event["step"], "what": event["what"]})
         else:
             setattr(self, event["event"], event)
 
@@ -159,6 +172,7 @@ class _Run:
             "ratio": self.sent_bytes / self.dense_sent_bytes if self.dense_sent_bytes else None,
             "seconds": self.done["seconds"],
             "replicas_identical": True,  # a worker that finds otherwise fails
+            **({"planned": self.planned, "plan": json.loads(self.plan["plan"])} if self.plan else {}),
         }
 
     def table(self, task: str, workers: int, rate: str | None) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
+from gradwire.kernels.memory import copy_of
 from gradwire.wire import Key, Payload, TensorSpec, header_nbytes
 
 __all__ = ["DEFAULT_KEY", "EMPTY", "Carrier", "Codec", "Laws", "Layout", "Part", "State"]
@@ -327,7 +328,7 @@ class Codec(ABC):
             raise ConfigError(f"`key` must be a gradwire.Key; got {type(key).__name__}.")
         parts, nonfinite, rest = self._encode_with(flat, residual, decay, spec, key)
         order = self._plan(spec)[1]
-        owned = [part.clone() if _shares_memory(part, (flat,)) else part.contiguous() for part in parts]
+        owned = [copy_of(part) if _shares_memory(part, (flat,)) else part.contiguous() for part in parts]
         payload = Payload(str(self), spec, key, tuple(owned[i] for i in order), nonfinite)
         if residual is None or rest is None:
             return payload, None

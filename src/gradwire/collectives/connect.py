@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from importlib.util import find_spec
 from typing import Final
 
 import torch.distributed as dist
 
 from gradwire.collectives.gloo import GlooPeers
-from gradwire.collectives.processes import ProcessPeers
+from gradwire.collectives.processes import ProcessPeers, store
 from gradwire.collectives.sockets import SocketPeers
 from gradwire.errors import ConfigError
 
@@ -18,7 +17,6 @@ __all__ = ["connect"]
 
 _LONGEST_S: Final = 1e6
 _TRANSPORT: Final = "GRADWIRE_TRANSPORT"
-_calls: Final = Counter[str]()  # by group
 
 
 def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> ProcessPeers:
@@ -43,8 +41,9 @@ def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0)
     group = group if group is not None else dist.group.WORLD
     assert group is not None
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    _calls[group.group_name] += 1
-    name = f"gradwire/{group.group_name}/{_calls[group.group_name]}"
+    # The store counts, not the process: in a group that was made anew some ranks are older than others.
+    call = store().add(f"gradwire/{group.group_name}/calls/{rank}", 1)
+    name = f"gradwire/{group.group_name}/{call}"
     if transport == "gloo":
         return GlooPeers.of(rank, group, name, timeout_s)
     return SocketPeers.of(rank, len(ranks), group, name, timeout_s)

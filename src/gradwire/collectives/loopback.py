@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,10 +16,10 @@ __all__ = ["Alone", "Loopback"]
 
 
 class _Mail:
-    """Messages by (sender, receiver, tag)."""
+    """Messages by (sender, receiver, tag), in the order they were sent in."""
 
     def __init__(self) -> None:
-        self.messages: dict[tuple[int, int, int], Tensor] = {}
+        self.messages: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
         self.arrived = threading.Condition()
 
 
@@ -75,15 +75,15 @@ class _Delivery:
 
     def send(self, rank: int, data: Tensor) -> None:
         with self.peers.mail.arrived:
-            self.peers.mail.messages[self.peers.rank, rank, self.tag] = data.clone()
+            self.peers.mail.messages[self.peers.rank, rank, self.tag].append(data.clone())
             self.peers.mail.arrived.notify_all()
 
     def receive(self, rank: int) -> Tensor:
         mail, key = self.peers.mail, (rank, self.peers.rank, self.tag)
         with mail.arrived:
-            if not mail.arrived.wait_for(functools.partial(mail.messages.__contains__, key), self.peers.timeout_s):
+            if not mail.arrived.wait_for(lambda: mail.messages[key], self.peers.timeout_s):
                 raise PeerError(f"{self.what} failed: rank {rank} sent nothing for {self.peers.timeout_s:g} s.")
-            data = mail.messages.pop(key)
+            data = mail.messages[key].popleft()
         if data.numel() != (expected := self.expected.pop(rank)):
             raise PeerError(f"{self.what} failed: rank {rank} sent {data.numel()} bytes; expected {expected}.")
         return data

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.errors import PeerError
 
-__all__ = ["Peers", "Swap", "Team", "agree", "others", "tell"]
+__all__ = ["Peers", "Swap", "Team", "agree", "others", "share", "tell"]
 
 _LINE_BYTES: Final = 512
 _AGREE: Final = "the agreement of all ranks"
@@ -137,6 +137,23 @@ def tell(peers: Peers, line: str, tag: int, what: str) -> list[str]:
     lines = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
     swap.wait()
     return [bytes(lines[rank].tolist()).rstrip(b"\0").decode(errors="replace") for rank in range(peers.size)]
+
+
+def share(peers: Peers, text: str, tag: int, what: str) -> list[str]:
+    """The text of any length that each rank has for all others. It uses the next tag too.
+
+    >>> from gradwire.collectives.loopback import Alone
+    >>> share(Alone(), "here" * 1000, 0, "the roll call") == ["here" * 1000]
+    True
+    """
+    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    sizes = [int(size) for size in tell(peers, str(mine.numel()), tag, what)]
+    swap = peers.swap({rank: sizes[rank] for rank in others(peers)}, tag + 1, what)
+    for rank in others(peers):
+        swap.send(rank, mine)
+    told = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
+    swap.wait()
+    return [told[rank].numpy().tobytes().decode() for rank in range(peers.size)]
 
 
 def agree(peers: Peers, what: str, tag: int = 0) -> None:

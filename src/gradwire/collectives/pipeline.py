@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from concurrent.futures import Future
 from typing import TypeAlias
 
@@ -15,6 +18,9 @@ from gradwire.errors import ConfigError, NonFiniteError
 __all__ = ["Pipeline"]
 
 _Job: TypeAlias = tuple[Reduction, "Future[Reduced]"]
+
+_PATIENCE_S = 2.0
+"""For what is under way when a pipeline is closed: it may wait for a rank that is gone."""
 
 
 class Pipeline:
@@ -37,7 +43,9 @@ class Pipeline:
         self._queues: list[queue.SimpleQueue[_Job | None]] = []
         self._error: BaseException | None = None
         self._closed = False
+        self._workers: list[threading.Thread] = []
         self._threads = torch.get_num_threads()
+        _open.add(self)
 
     def submit(self, reduction: Reduction, *, here: bool = False) -> Future[Reduced]:
         """Start a reduction; its result, or its error, comes with the future.
@@ -54,16 +62,22 @@ class Pipeline:
         return future
 
     def close(self) -> None:
-        """End the threads once they have done what was submitted."""
+        """End the threads once they have done what was submitted, which is waited for, though not for ever."""
         if not self._closed and self._queues:
             self._queues[0].put(None)
         self._closed = True
+        deadline = time.monotonic() + _PATIENCE_S
+        for worker in self._workers:
+            if worker is not threading.current_thread():
+                worker.join(max(0.0, deadline - time.monotonic()))
 
     def _pass(self, stage: int, job: _Job) -> None:
         while stage >= len(self._queues):
             arguments = (len(self._queues), queue.SimpleQueue[_Job | None]())
+            worker = threading.Thread(target=self._run, args=arguments, name=f"gradwire-{arguments[0]}", daemon=True)
+            self._workers.append(worker)
             self._queues.append(arguments[1])
-            threading.Thread(target=self._run, args=arguments, name=f"gradwire-{arguments[0]}", daemon=True).start()
+            worker.start()
         self._queues[stage].put(job)
 
     def _run(self, stage: int, jobs: queue.SimpleQueue[_Job | None]) -> None:
@@ -88,3 +102,13 @@ class Pipeline:
             future.set_exception(error)
         else:
             self._pass(stage + 1, job)
+
+
+_open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in one of torch's functions when the interpreter ends takes the process down with SIGABRT."""
+    for pipeline in list(_open):
+        pipeline.close()

@@ -29,7 +29,7 @@ from gradwire.errors import PeerError
 if TYPE_CHECKING:
     from gradwire._native import Connections
 
-__all__ = ["SocketPeers"]
+__all__ = ["SocketPeers", "own_address"]
 
 _HELLO: Final = struct.Struct("<8sI16s")  # who calls: a name, the rank, and what only ranks know
 _NAME: Final = b"gradwire"
@@ -152,7 +152,7 @@ class _Messages:
 def _connect(rank: int, size: int, name: str, timeout_s: float) -> dict[int, socket.socket]:
     """A connection to every other rank: this one calls those below it, and is called by those above."""
     secret, deadline = secrets.token_bytes(16), time.monotonic() + timeout_s
-    family, address = _own_address()
+    family, address = own_address()
     connected: dict[int, socket.socket] = {}
     try:
         with socket.create_server((address, 0), family=family, backlog=size) as server:
@@ -223,7 +223,7 @@ def _answer(server: socket.socket, secret: bytes, deadline: float) -> tuple[int,
     return (int(who) if name == _NAME and hmac.compare_digest(told, secret) else -1), caller
 
 
-def _own_address() -> tuple[socket.AddressFamily, str]:
+def own_address() -> tuple[socket.AddressFamily, str]:
     """The address others reach this rank by: that of gloo's interface if one is named, or else of the way to the store.
 
     Only it is listened at.

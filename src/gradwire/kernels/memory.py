@@ -12,7 +12,7 @@ try:
 except ImportError:  # not built: a machine without a compiler
     take_memory = None  # type: ignore[assignment]
 
-__all__ = ["empty", "zeros"]
+__all__ = ["copy_of", "empty", "zeros"]
 
 _LARGE: Final = 1 << 20  # bytes
 
@@ -37,3 +37,12 @@ def zeros(count: int, device: torch.device) -> Tensor:
     tensor([0., 0.])
     """
     return empty(count, torch.float32, device).zero_()
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A contiguous copy.
+
+    >>> copy_of(torch.ones(2, 2)).shape
+    torch.Size([2, 2])
+    """
+    return empty(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape).copy_(tensor)

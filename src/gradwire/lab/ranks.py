@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,16 @@ def run_ranks(
     started, printer = time.monotonic(), _Printer(output)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # ranks, in the order of their ends
     running: list[_Rank] = []
-    try:
+
+    def start_all() -> None:
         for rank in range(ranks):
             process = start(rank, subprocess.PIPE if printer.wants(rank) else subprocess.DEVNULL)
             running.append(_Rank(rank, process, printer, ended))
+
+    try:
+        # Not on this thread, where the exception of a signal could fall between a start and its place in the list.
+        with ThreadPoolExecutor(1) as starter:
+            starter.submit(start_all).result()
         failed, timed_out = _watch(running, ended, math.inf if timeout_s is None else started + timeout_s)
     finally:
         _end(running)

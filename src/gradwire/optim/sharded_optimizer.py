@@ -12,7 +12,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from gradwire.collectives import agree
 from gradwire.collectives.peers import tell
@@ -24,6 +24,7 @@ from gradwire.optim.elementwise import is_elementwise_optimizer
 from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
 from gradwire.optim.sharded_state import check_state, cut, joined
+from gradwire.optim.wrapping import check_parameters, check_wrapped, load_groups, parameters_of
 from gradwire.sharding import ProcessGroupExchange, Stragglers, clip_norm, clip_value, global_norm
 from gradwire.sharding.shard import NONFINITE, STOP, norm_tag, whole_tag
 from gradwire.tree import from_bytes, to_bytes
@@ -75,22 +76,16 @@ class ShardedOptimizerBase(Optimizer):
     _step_supports_amp_scaling: ClassVar[bool] = True  # ranks agree on a skipped step here, not in the scaler
 
     def __init__(self, wrapped_optimizer: Optimizer, config: ShardingConfiguration | None = None) -> None:
-        if not isinstance(wrapped_optimizer, Optimizer):
-            raise ConfigError(
-                "`wrapped_optimizer` must be a gradient-based optimizer, a torch.optim.Optimizer; "
-                f"got {type(wrapped_optimizer).__name__}."
-            )
         if isinstance(wrapped_optimizer, ShardedOptimizerBase):
             raise ConfigError("`wrapped_optimizer` is sharded already: wrap it once.")
-        if isinstance(wrapped_optimizer, LBFGS):
-            raise ConfigError(f"`wrapped_optimizer` must step once a gradient; got {type(wrapped_optimizer).__name__}.")
+        check_wrapped("wrapped_optimizer", wrapped_optimizer)
         config = config if config is not None else ShardingConfiguration()
         if not isinstance(config, ShardingConfiguration):
             raise ConfigError(f"`config` must be a ShardingConfiguration; got {type(config).__name__}.")
         self.wrapped, self.config = wrapped_optimizer, config
         everything = [p for group in wrapped_optimizer.param_groups for p in group[_INNER]]
-        parameters = [p for p in everything if p.requires_grad]  # frozen ones never change, and never travel
-        _check_parameters(parameters)
+        parameters = parameters_of(wrapped_optimizer.param_groups)
+        check_parameters("wrapped_optimizer", parameters)
         self._parameters = parameters
         self._places = {id(p): place for place, p in enumerate(everything)}  # as torch counts them
         self._ready = False
@@ -121,7 +116,7 @@ class ShardedOptimizerBase(Optimizer):
         self.stop_agreed = False
         self._traffic = ShardTraffic(0, 0, 0, 0)
         self._hooks = (
-            [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
+            [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]  # type: ignore[no-untyped-call]
             if config.auto_sync_gradients
             else []
         )
@@ -621,14 +616,7 @@ class ShardedOptimizerBase(Optimizer):
         return bool(sharded and state["ranks"] == self.exchange.size and state["plan"] == self._plan_name())
 
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        if len(groups) != len(self.param_groups):
-            raise ConfigError(
-                f"the state has {len(groups)} parameter groups; this optimizer has {len(self.param_groups)}."
-            )
-        for mine, saved in zip(self.param_groups, groups, strict=True):
-            for name, value in saved.items():
-                if name != _INNER:  # JSON has no tuples
-                    mine[name] = tuple(value) if isinstance(mine.get(name), tuple) else value
+        load_groups(self.param_groups, groups)
         self._copy_hyperparameters()
 
     def _load_pieces(self, whole: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
@@ -827,17 +815,6 @@ class ShardedOptimizerBase(Optimizer):
             for hook in self._hooks:
                 hook.remove()
             self.exchange.close()
-
-
-def _check_parameters(parameters: Sequence[nn.Parameter]) -> None:
-    if not parameters:
-        raise ConfigError("`wrapped_optimizer` must have parameters; it has none.")
-    for parameter in parameters:
-        if not parameter.is_floating_point() or parameter.is_sparse or not parameter.is_contiguous():
-            raise ConfigError(
-                f"parameters must be contiguous tensors of floats; got {parameter.dtype} of shape "
-                f"{tuple(parameter.shape)}."
-            )
 
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:

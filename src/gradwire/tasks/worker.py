@@ -77,14 +77,21 @@ def _with_ddp(settings: Settings, task: Task, model: nn.Module, rank: int, ranks
     compression = compress(
         replica, settings.codec, seed=settings.seed, feedback=settings.feedback, timeout_s=settings.timeout_s
     )
+    told = 0  # of what ``auto`` did
     for step in range(_start(settings, task, model, rank, ranks, compression.method)):
         inputs, targets = task.batch(step, rank, ranks)
         optimizer.zero_grad()
         loss = task.loss(replica, inputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        compression.observe_loss(loss.item())
         traffic = asdict(compression.traffic)
         report(rank, event="step", step=step + 1, epoch=step // task.steps(ranks), loss=loss.item(), **traffic)
+        for each in compression.events[told:]:
+            report(rank, event="planned", step=each.step, what=each.what)
+        told = len(compression.events)
+    if compression.plan is not None:
+        report(rank, event="plan", plan=compression.plan.to_json())
 
 
 def _with_sharded_optimizer(settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int) -> None:
