@@ -7,6 +7,7 @@ worker is killed in the middle of it (SIGKILL), and started again under the same
 
     python examples/federated_digits.py
     python examples/federated_digits.py --staleness none          # every push counts, however old it is
+    python examples/federated_digits.py --kill-server             # that, too: it goes on from what it has on the disk
     python examples/federated_digits.py --plot staleness.png      # both, one after the other, and a picture
 
 Needs: pip install 'gradwire[serve,bench]'
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -37,7 +39,7 @@ KILLED_AFTER = 5
 BATCH = 32
 
 SETTINGS = """
-address = "127.0.0.1:0"
+address = "{address}"
 
 [model]
 optimizer = "SGD"
@@ -140,31 +142,55 @@ class Worker:
         self.pipe.close()
 
 
-# The server: `gradwire serve` with a file of settings.
+# The server: `gradwire serve` with a file of settings, started again if it ends.
 
 
-@contextlib.contextmanager
-def serving(bound):
-    """A server in a process of its own, and its address; it is ended by SIGTERM, whatever happens."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "serve.toml"
-        kept = json.dumps(str(Path(folder) / "model"))
-        file.write_text(SETTINGS.format(folder=kept, bound="" if bound is None else f"bound = {bound}"))
-        server = subprocess.Popen(
+class Server:
+    """A server in a process of its own, kept alive as a service manager would; a context manager."""
+
+    def __init__(self, bound):
+        self.bound = "" if bound is None else f"bound = {bound}"
+        self.folder = tempfile.TemporaryDirectory()
+        self.address, self.ending = "127.0.0.1:0", False
+
+    def start(self):
+        """Begin to serve; again, at the address it had."""
+        file = Path(self.folder.name) / "serve.toml"
+        kept = json.dumps(str(Path(self.folder.name) / "model"))
+        file.write_text(SETTINGS.format(address=self.address, folder=kept, bound=self.bound))
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "gradwire", "serve", "--config", str(file)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is for us alone
         )
-        try:
-            first = server.stdout.readline()  # serving at 127.0.0.1:12345, kept in ...
-            if not first.startswith("serving at "):
-                raise RuntimeError(f"the server did not start: {first}")
-            yield first.split()[2].rstrip(",")
-        finally:
-            server.terminate()
-            server.communicate()
+        first = self.process.stdout.readline()  # serving at 127.0.0.1:12345, kept in ...
+        if not first.startswith("serving at "):
+            raise RuntimeError(f"the server did not start: {first}")
+        self.address = first.split()[2].rstrip(",")
+
+    def watch(self):
+        """Start it whenever it has ended, until that is what we want."""
+        while True:
+            status = self.process.wait()
+            if self.ending:
+                return
+            print(f"the server ended with status {status}: started again", flush=True)
+            self.start()
+
+    def __enter__(self):
+        self.start()
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+        self.watcher.start()
+        return self
+
+    def __exit__(self, *error):
+        self.ending = True
+        while self.watcher.is_alive():  # it may be starting another one at this moment
+            self.process.terminate()
+            self.watcher.join(0.2)
+        self.folder.cleanup()
 
 
 # The main process: starts everything, and looks at the model once a second.
@@ -176,16 +202,16 @@ def shares():
     return list(zip(*([part.numpy() for part in each.split(IMAGES)] for each in whole), strict=True))
 
 
-def train(bound, target, limit):
+def train(bound, target, limit, kill_server=False):
     """One training: the points of its curve, which are seconds, pushes applied, test accuracy; and pushes refused."""
     task = TASKS["digits"]()
     model = task.model()
     curve = [(0.0, 0, task.validate(model).accuracy)]
-    with serving(bound) as address, gradwire.CoordinatorClient(address) as client:
-        print(f"\nserver at {address}, staleness bound {'none' if bound is None else bound}")
+    with Server(bound) as server, gradwire.CoordinatorClient(server.address) as client:
+        print(f"\nserver at {server.address}, staleness bound {'none' if bound is None else bound}")
         print(f"test accuracy at the start {curve[0][2]:.4f}", flush=True)
         client.set_model_parameters(dict(model.named_parameters()), only_if_empty=True)
-        workers = [Worker(number, address, data) for number, data in enumerate(shares())]
+        workers = [Worker(number, server.address, data) for number, data in enumerate(shares())]
         try:
             for worker in workers:
                 worker.pipe.recv()  # it is ready
@@ -204,6 +230,9 @@ def train(bound, target, limit):
                 if workers[KILLED].starts == 1 and workers[KILLED].accepted >= KILLED_AFTER:
                     workers[KILLED].kill_and_start_again()
                     print(f"worker-{KILLED} killed, and started again", flush=True)
+                elif kill_server and workers[KILLED].starts == 2:
+                    server.process.kill()
+                    kill_server = False
         finally:
             for worker in workers:
                 worker.stop()
@@ -212,7 +241,7 @@ def train(bound, target, limit):
                 worker.end(late - time.monotonic())
         status = client.status()[0]
     show(workers, status, curve)
-    return curve, status.refused["STALE"]
+    return curve, sum(worker.refused for worker in workers)
 
 
 def show(workers, status, curve):
@@ -224,7 +253,7 @@ def show(workers, status, curve):
         print(f"worker-{worker.number}   {IMAGES[worker.number]:>6}  {speed:>5}  {told}")
     ages = dict(status.ages)
     mean = sum(age * number for age, number in ages.items()) / max(1, sum(ages.values()))
-    print(f"applied {status.applied} pushes, refused {status.refused['STALE']}")
+    print(f"applied {status.version} pushes, refused {sum(worker.refused for worker in workers)}")
     print(f"those applied were {mean:.1f} versions old on average, at most {max(ages, default=0)}")
     print(f"received {status.bytes_received / 1e6:.0f} MB, sent {status.bytes_sent / 1e6:.0f} MB")
     print(f"final test accuracy {curve[-1][2]:.4f} after {curve[-1][0]:.1f} s and {curve[-1][1]} pushes", flush=True)
@@ -258,6 +287,7 @@ def main():
     parser.add_argument("--staleness", default="16", metavar="N|none", help="how many versions old a push may be")
     parser.add_argument("--target", type=float, default=0.97, help="test accuracy at which it ends")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds after which it ends anyway")
+    parser.add_argument("--kill-server", action="store_true", help="kill the server, too, in the middle of it")
     parser.add_argument("--plot", metavar="FILE.png", help="train with the bound and without, and draw both")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is ended on the way out
@@ -265,8 +295,10 @@ def main():
     bound = None if given.staleness == "none" else int(given.staleness)
     if given.plot is not None and bound is None:
         parser.error("--plot draws a bound beside none: give --staleness a number")
+    if given.plot is not None and given.kill_server:
+        parser.error("--plot compares two undisturbed servers: leave out --kill-server")
     if given.plot is None:
-        train(bound, given.target, given.limit)
+        train(bound, given.target, given.limit, given.kill_server)
         return
     curves = {}
     for each, name in ((bound, f"bound of {bound} versions"), (None, "no bound")):

@@ -61,9 +61,10 @@ def answers(text):
 
 
 def test_federated_digits():
-    with running("federated_digits.py", "--target", "0.82", "--limit", "60") as example:
+    with running("federated_digits.py", "--target", "0.82", "--limit", "60", "--kill-server") as example:
         told, _ = example.communicate(timeout=200)
     assert example.returncode == 0, told
+    assert "the server ended with status -9: started again" in told, told
     assert "Traceback" not in told, told
     assert number(r"test accuracy at the start ([\d.]+)", told) < 0.3
     assert number(r"final test accuracy ([\d.]+)", told) > 0.80, told

@@ -442,6 +442,18 @@ def test_the_descriptor_is_that_of_the_published_file(tmp_path):
     assert out.read_bytes() == folder.joinpath("protocol.desc").read_bytes()
 
 
+def test_classes_of_inner_messages_are_not_collected():
+    """protobuf would make them anew for every message; one that was collected meanwhile ended servers with SIGSEGV."""
+    program = (
+        "import gc, weakref\n"
+        "from gradwire.coordinator.protocol import messages\n"
+        "inner = [weakref.ref(type(messages()[each]().header)) for each in ('PushPart', 'PullPart', 'ModelPart')]\n"
+        "gc.collect()\n"
+        "assert all(each() is not None for each in inner)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ def _serve(
             raise ConfigError("`--config` is for serving; leave it out, or the command after it.")
         return
     settings = ServeSettings() if config is None else load_settings(config)
+    faulthandler.enable()  # a service that crashes in native code must say where
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     Server(settings).run(_announce)
     console.print("saved and ended" if settings.durability.folder is not None else "ended")

@@ -27,7 +27,7 @@ def grpc_module() -> Any:
 
 @functools.cache
 def messages() -> dict[str, Any]:
-    """Message classes by name.
+    """Message classes by name; those inside of others, too, as ``PushPart.Header``.
 
     >>> messages()["Entry"](name="w", length=3).SerializeToString()
     b'\\n\\x01w\\x10\\x03'
@@ -37,11 +37,18 @@ def messages() -> dict[str, Any]:
     pool = require("google.protobuf.descriptor_pool", purpose="the coordinator's service").DescriptorPool()
     compiled = descriptor.FileDescriptorSet.FromString(files(__package__).joinpath("protocol.desc").read_bytes())
     found = {}
+
+    def keep(name: str, described: Any) -> None:
+        # protobuf holds inner classes weakly and makes them again when needed; a class that is collected while a
+        # message of it is being made on another thread ends the process with SIGSEGV.
+        found[name] = factory.GetMessageClass(described)
+        for inner in described.nested_types:
+            keep(f"{name}.{inner.name}", inner)
+
     for file in compiled.file:
         pool.Add(file)
         for message in file.message_type:
-            full = f"{file.package}.{message.name}"
-            found[message.name] = factory.GetMessageClass(pool.FindMessageTypeByName(full))
+            keep(message.name, pool.FindMessageTypeByName(f"{file.package}.{message.name}"))
     return found
 
 
