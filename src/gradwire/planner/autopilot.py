@@ -36,6 +36,7 @@ _PROFILE_STEPS: Final = 6  # before the first plan; DDP makes its buckets anew a
 _RECALL_STEPS: Final = 3  # before the plan of an earlier training is taken up
 _TRIED_STEPS: Final = 2  # whose gradients the methods are tried on
 _CLOSE: Final = 1.25  # a plan's rivals: those that are expected to take at most so much longer
+_DOUBT: Final = 1.07  # how much faster than dense a few steps must be: they vary as much, and dense loses nothing
 _CLOSE_BEFORE: Final = 1.15  # the same, for those that were timed in an earlier training
 _CONTEST_STEPS: Final = 4  # of each; the first is to warm up
 _AFTER_PLANNING_STEPS: Final = 3  # slower ones: what was measured has emptied caches
@@ -462,8 +463,9 @@ class Autopilot:
 
 
 def _to_beat(plan: Plan) -> float:
-    """Seconds of a step, and of the steps that a plan needs more."""
-    return (plan.measured_s or math.inf) * (1 + plan.extra_steps)
+    """Seconds of a step, and of the steps that a plan needs more; where it is close, dense is to be had."""
+    doubt = 1.0 if set(plan.methods.values()) == {DENSE} else _DOUBT
+    return (plan.measured_s or math.inf) * (1 + plan.extra_steps) * doubt
 
 
 def _height(what: str, candidates: Sequence[str]) -> int:
