@@ -6,8 +6,10 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 # Files that share groups of ranks among their tests.
 GROUPS := tests/adapters tests/optim
+# Those that need Ray, Spark, Lightning, Accelerate and Transformers.
+ENGINES := tests/engines
 
-.PHONY: train test test-hard test-triton test-ray lint bench docs golden sanitize setup clean
+.PHONY: train test test-clusters test-hard test-triton lint bench docs golden sanitize setup clean
 
 setup: $(READY)
 
@@ -22,7 +24,7 @@ train: $(READY)  ## the main job: two workers train the digits CNN with compress
 	$(BIN)/gradwire train $(ARGS)
 
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal $(addprefix --ignore=,$(GROUPS)) $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(addprefix --ignore=,$(GROUPS) $(ENGINES)) $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(GROUPS) $(ARGS)
 
 lint: $(READY)  ## style, types, and the direction of imports
@@ -49,11 +51,16 @@ test-triton:  ## the CUDA kernels on the CPU, under Triton's interpreter; an env
 	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev]' 'triton==3.6.0'
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -n auto tests/kernels/test_triton.py
 
-test-ray:  ## the exchange by Ray's object store; an environment of its own, and a network: Ray looks for public addresses
-	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev]' 'ray>=2.40'
-	GRADWIRE_TEST_RAY=1 unshare --map-root-user --net bash -c 'ip link set lo up; exec "$$@"' _ \
-		.venv-ray/bin/python -m pytest -p no:xdist tests/sharding/test_ray.py
+# Ray looks for public addresses, and binds to what it finds: it gets a network that has loopback and nothing else.
+ALONE := unshare --net $(shell test "$$(id -u)" = 0 || echo --map-root-user) bash -c 'ip link set lo up; exec "$$@"' _
+
+test-clusters:  ## torchrun, Ray, Spark, Lightning, Accelerate, Transformers, FSDP2; an environment of its own, of 3 GB
+	test -x .venv-clusters/bin/python || $(PYTHON) -m venv .venv-clusters
+	.venv-clusters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		'.[dev,ray,spark,lightning,accelerate]'
+	.venv-clusters/bin/python -m pytest -q $(ENGINES)/test_torchrun.py $(ENGINES)/test_fsdp2.py $(ARGS)
+	GRADWIRE_TEST_RAY=1 $(ALONE) .venv-clusters/bin/python -m pytest -q $(ENGINES) --ignore=$(ENGINES)/test_torchrun.py \
+		--ignore=$(ENGINES)/test_fsdp2.py tests/sharding/test_ray.py src/gradwire/adapters $(ARGS)
 
 test-hard: $(READY)  ## the coordinator's service: 200 times kill -9 under load, 100,000 hostile payloads; minutes
 	GRADWIRE_KILLS=200 $(BIN)/python -m pytest -s tests/coordinator/test_crash.py
@@ -66,4 +73,4 @@ golden: $(READY)  ## freeze the bytes of codecs that have no golden file yet; ol
 	$(BIN)/python -m tests.golden.freeze
 
 clean:
-	rm -rf .venv .venv-triton .venv-ray build dist site
+	rm -rf .venv .venv-triton .venv-clusters build dist site

@@ -76,5 +76,8 @@ def test_every_public_name_exists():
         if info.name.startswith("gradwire.kernels.triton") and not importlib.util.find_spec("triton"):
             continue  # comes with torch for CUDA
         if not info.name.endswith(("__main__", "_native")):
-            module = importlib.import_module(info.name)
+            try:
+                module = importlib.import_module(info.name)
+            except gradwire.MissingExtraError:
+                continue  # `make test-clusters` has it
             assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == []

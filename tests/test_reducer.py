@@ -445,6 +445,49 @@ def test_another_method_loses_nothing(first, then, ranks):
         torch.testing.assert_close(total, sum(true_mean(ranks, s, name) for s in range(5)), rtol=0, atol=5 * lost)
 
 
+@pytest.mark.parametrize(("ranks", "then"), [(3, 2), (2, 3), (1, 2), (2, 1)])
+@pytest.mark.parametrize("what", ["ef(sign)", "ef(topk:0.05)", "powersgd:2,start=0", "int4"])
+def test_another_number_of_ranks_loses_nothing(what, ranks, then):
+    """What some ranks had kept back is sent by those that come after them."""
+    before, after = reducers(what, ranks), reducers(what, then)
+    sent = [reduce(before, 0), reduce(before, 1)]
+    states = state_dicts(before)
+    for reducer in after:
+        reducer.load_state_dict(states)
+        assert reducer.state_dict()["step"] == 2
+    sent += [reduce(after, 2)]
+    for reducer in after:
+        reducer.assign(dict.fromkeys(SHAPES, "none"))
+    sent += [reduce(after, 3), reduce(after, 4)]
+    for name in SHAPES:
+        total = sum(results(each)[0][name].double() for each in sent)
+        wanted = sum(true_mean(ranks if s < 2 else then, s, name) for s in range(5))
+        no_feedback = what == "int4" or ("powersgd" in what and name == "d")
+        lost = 0.1 if no_feedback and name in LARGE else 1e-5
+        torch.testing.assert_close(total, wanted, rtol=0, atol=5 * lost)
+
+
+def test_states_of_all_ranks_are_this_ranks_own_if_there_are_as_many():
+    group = reducers("ef(topk:0.05)", 2)
+    results(reduce(group, 0))
+    states = state_dicts(group)
+    again = reducers("ef(topk:0.05)", 2)
+    for reducer in again:
+        reducer.load_state_dict(states)
+    for mine, before in zip(state_dicts(again), states, strict=True):
+        assert_equal(mine["states"], before["states"])
+
+
+@pytest.mark.parametrize("pick", [[0], [1, 0], [0, 0], []])
+def test_states_that_are_not_those_of_all_ranks_are_refused(pick):
+    group = reducers("ef(topk:0.05)", 2)
+    results(reduce(group, 0))
+    states = state_dicts(group)
+    (reducer,) = reducers("ef(topk:0.05)", 1)
+    with pytest.raises(ConfigError, match="`state` must have the states of all ranks that were saved, in order; got"):
+        reducer.load_state_dict([states[each] for each in pick])
+
+
 def test_parameters_of_a_bucket_may_travel_by_different_methods():
     mixed = {"a": "dense", "b": "powersgd:2,start=0", "c": "int8", "d": "ef(topk:0.5)"}
     group = reducers("none", 3)

@@ -11,7 +11,10 @@ Three names are enough to begin with: :func:`codec`, :func:`encode`, :func:`deco
 torch.Size([10000])
 """
 
-from gradwire.adapters import Compression, compress
+from importlib import import_module
+from typing import Any
+
+from gradwire.adapters import Compression, Replica, compress
 from gradwire.api import decode, encode
 from gradwire.checkpoint import (
     latest_checkpoint,
@@ -72,6 +75,21 @@ from gradwire.wire import Key, Payload, TensorSpec
 
 __version__ = "0.1.0"
 
+_LATER = {
+    "accelerate": "adapters.accelerate",
+    "clusters": "clusters",
+    "fsdp2": "adapters.fsdp2",
+    "lightning": "adapters.lightning",
+    "transformers": "adapters.transformers",
+}  # modules that are imported when somebody asks for them: most need an extra
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return import_module(f"gradwire.{_LATER[name]}")
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+
+
 __all__ = [
     "AccessError",
     "AllReduceParameter",
@@ -108,6 +126,7 @@ __all__ = [
     "ProcessGroupExchange",
     "QueueFullError",
     "RayExchange",
+    "Replica",
     "RoundTraffic",
     "ServeSettings",
     "ShardTraffic",

@@ -59,8 +59,8 @@ class Checkpointed(Protocol):
         """Take back what this rank kept, or all ranks."""
         ...
 
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether what this rank kept is enough for it."""
+    def fits(self, *states: Mapping[str, Any]) -> bool:
+        """Whether what this rank kept is enough for it; asked again with what the first rank kept after its own."""
         ...
 
 
@@ -137,29 +137,38 @@ def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]
     >>> dist.destroy_process_group()
     """
     here, peers = Path(path), optimizer.peers
-    failure, trees = "", []
+    failure, states, extra = "", [], {}
     try:
-        trees = _trees(here, peers.rank, peers.size, optimizer)
+        states, extra = _states(here, peers.rank, peers.size, optimizer)
     except CheckpointError as error:
         failure = str(error)
     for rank, words in enumerate(tell(peers, failure, _TAG, "the loading of a checkpoint")):
         if words:
             raise CheckpointError(f"rank {rank}: {words}" if rank != peers.rank else failure)
-    states = [tree["optimizer"] for tree in trees]
     optimizer.load_state_dict(states[0] if len(states) == 1 else states)
-    extra: dict[str, Any] = trees[peers.rank if len(trees) == peers.size else 0]["extra"]
     return extra
 
 
-def _trees(here: Path, rank: int, ranks: int, optimizer: Checkpointed) -> list[dict[str, Any]]:
-    """What this rank saved, if that is enough for it; or else what all did."""
+def _states(
+    here: Path, rank: int, ranks: int, optimizer: Checkpointed
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What this rank saved, if that is enough for it, or with what the first one did; or else what all did."""
     marker = _marker(here)
     saved = int(marker["ranks"])
+
+    def read(each: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        tree = _read(here / _name(each, saved), *marker["files"][each])
+        return tree["optimizer"], tree["extra"]
+
     if saved == ranks:
-        own = _read(here / _name(rank, saved), *marker["files"][rank])
-        if optimizer.fits(own["optimizer"]):
-            return [own]
-    return [_read(here / _name(each, saved), *marker["files"][each]) for each in range(saved)]
+        own, extra = read(rank)
+        if optimizer.fits(own):
+            return [own], extra
+        first, _ = read(0)
+        if rank and optimizer.fits(own, first):
+            return [first, own], extra
+    everyone = [read(each) for each in range(saved)]
+    return [state for state, _ in everyone], everyone[rank if saved == ranks else 0][1]
 
 
 def _name(rank: int, ranks: int) -> str:

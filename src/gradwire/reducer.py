@@ -540,8 +540,15 @@ class GradientReducer:
         moving = {"assigned": assigned, "carried": carried}
         return {"method": self.label, "step": self._step, "scale": self._scale, **place, "states": cloned, **moving}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` returned on this rank."""
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state that :meth:`state_dict` returned on this rank, or from those of all ranks that were saved.
+
+        By another number of ranks than before, what each had kept back is added to the next gradients of all, once.
+        """
+        if isinstance(state, Mapping) and state.get("ranks") == 1 != self.peers.size:
+            state = [state]  # there was one rank: this is what all had
+        if not isinstance(state, Mapping):
+            state = self._divided(state)
         self._check_state(state)
         self._now, self._plans = _Step(), {}
         assigned = {name: method(what) for name, what in state.get("assigned", {}).items()}
@@ -552,6 +559,25 @@ class GradientReducer:
             name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in each.items()}
             for name, each in state["states"].items()
         }
+
+    def _divided(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The states of all ranks as one for this rank, of as many or of others."""
+        ranks = [each.get("rank") for each in states if isinstance(each, Mapping)]
+        if not states or ranks != list(range(len(states))) or any(s.get("ranks") != len(states) for s in states):
+            raise ConfigError(f"`state` must have the states of all ranks that were saved, in order; got ranks {ranks}.")
+        if len(states) == self.peers.size:
+            return states[self.peers.rank]
+        for each in states:
+            self._check_state({**each, "rank": self.peers.rank, "ranks": self.peers.size})
+        carried: dict[str, Tensor] = {}
+        for each in states:
+            owed = [(name, _owed(kept, self.parameters[name].numel(), len(states)))
+                    for name, kept in each["states"].items()]
+            for name, tensor in [*owed, *each.get("carried", {}).items()]:
+                share = tensor.reshape(-1) / len(states)
+                carried[name] = carried[name] + share if name in carried else share
+        place = {"rank": self.peers.rank, "ranks": self.peers.size}
+        return {**states[0], **place, "states": {}, "carried": carried}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         mine = {"method": self.label, "rank": self.peers.rank, "ranks": self.peers.size}

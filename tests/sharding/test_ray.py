@@ -1,4 +1,4 @@
-"""``RayExchange`` between real Ray tasks: where Ray is installed (``make test-ray``)."""
+"""``RayExchange`` between real Ray tasks: where Ray is installed (``make test-clusters``)."""
 
 import os
 import warnings
@@ -9,7 +9,7 @@ import torch
 from gradwire import AllReduceParameter, MissingExtraError, PeerError, RayExchange
 
 ray = pytest.importorskip("ray") if os.environ.get("GRADWIRE_TEST_RAY") else None
-needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: make test-ray")
+needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: make test-clusters")
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,24 @@
 """DistributedDataParallel with compressed gradients."""
 # No postponed annotations: DDP reads those of a hook.
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import Method, connect, find_hosts
+from gradwire.collectives import Method, Peers, connect, find_hosts
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
 from gradwire.planner import FIRST, Auto, Autopilot, Event, Plan
 from gradwire.reducer import GradientReducer, Traffic
 
 __all__ = ["Compression", "compress"]
+
+_NO_PLAN: Final = {"plan": "", "settled": False}
 
 
 class _Scaler(Protocol):
@@ -146,11 +148,34 @@ class Compression:
         state = self._reducer.state_dict()
         return state if self._autopilot is None else state | {"autopilot": self._autopilot.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state_dict` of the same rank, codec and number of ranks."""
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a :meth:`state_dict` of the same rank and codec, or from those of all ranks that were saved.
+
+        There may be more ranks now, or fewer: what all had kept back goes into the next gradients, and ``auto`` makes a
+        new plan.
+        """
         self._reducer.load_state_dict(state)
         if self._autopilot is not None:
-            self._autopilot.load_state_dict(state.get("autopilot", {}))
+            saved = [state] if isinstance(state, Mapping) else state
+            own = next((each for each in saved if each["rank"] == self.peers.rank), {})
+            same = bool(own) and self.fits(own)
+            self._autopilot.load_state_dict(own.get("autopilot", {}) if same else _NO_PLAN)
+
+    # As gradwire.save_checkpoint takes it.
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks of the model's group."""
+        return self._reducer.peers
+
+    @property
+    def rounds(self) -> int:
+        """Steps so far."""
+        return self._reducer.step
+
+    def fits(self, *states: Mapping[str, Any]) -> bool:
+        """Whether what this rank kept is enough for it: yes, if there are as many ranks as there were."""
+        return bool(states[0].get("ranks") == self.peers.size)
 
     def _raises_after_backward(self) -> bool:
         """Have an error raised when backward ends, after DDP has put its own house in order.

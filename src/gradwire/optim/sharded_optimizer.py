@@ -610,8 +610,9 @@ class ShardedOptimizerBase(Optimizer):
     def _division(self) -> dict[str, Any]:
         return {"ranks": self.exchange.size, "stage": self.config.stage, "plan": self._plan_name()}
 
-    def fits(self, state: Mapping[str, Any]) -> bool:
+    def fits(self, *states: Mapping[str, Any]) -> bool:
         """Whether a rank's state is divided as this optimizer is, so that it is enough for that rank."""
+        state = states[0]
         sharded = (state["stage"] > 0) == (self.config.stage > 0)
         return bool(sharded and state["ranks"] == self.exchange.size and state["plan"] == self._plan_name())
 

@@ -1,0 +1,91 @@
+"""torchrun: two nodes, workers that are killed, nodes that are lost."""
+
+import itertools
+import os
+import signal
+import sys
+
+import pytest
+
+from gradwire.lab import Lab, unavailable
+from tests.engines.program import EXAMPLES, Program, processes, torchrun
+
+STEPS = 60
+_COUNT = itertools.count()
+
+
+@pytest.fixture
+def lab():
+    if reason := unavailable():
+        pytest.skip(reason)
+    with Lab.up(2, "1gbit", name=f"engines-{os.getpid()}-{next(_COUNT)}") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with torchrun("torchrun_digits.py", "--steps", STEPS, "--checkpoints", folder) as program:
+        return program.finish()
+
+
+def node(lab, rank, *options, agent):
+    """An agent of torchrun on a host of the lab."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{lab.hosts[0].address}:29400", "--rdzv-id", "test"]
+    where += ["--local-addr", lab.hosts[rank].address, "--nproc-per-node", "1", *agent]
+    command = [sys.executable, "-m", "torch.distributed.run", *where, str(EXAMPLES / "torchrun_digits.py")]
+
+    def start(command, env, **pipes):
+        env = {**env, "GLOO_SOCKET_IFNAME": lab.hosts[rank].interface}
+        return lab.popen(rank, command, env, **pipes)
+
+    return Program([*command, *map(str, options)], start=start)
+
+
+def workers_of(program):
+    return [pid for pid in processes(r"torchrun_digits\.py", program.process.pid)
+            if not processes("nothing", pid) and "torch.distributed.run" not in _words(pid)]  # fmt: skip
+
+
+def _words(pid):
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read()
+
+
+def test_two_nodes_of_a_lab_train_as_two_processes_do(lab, undisturbed, tmp_path):
+    options = ("--steps", STEPS, "--checkpoints", tmp_path)
+    with node(lab, 0, *options, agent=["--nnodes", "2"]) as one, node(lab, 1, *options, agent=["--nnodes", "2"]) as two:
+        one.finish(), two.finish()
+    losses = one.losses or two.losses  # whichever agent has rank 0
+    assert losses == undisturbed.losses
+
+
+def test_a_worker_that_is_killed_is_started_again(undisturbed, tmp_path):
+    agent = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
+    with torchrun("torchrun_digits.py", "--steps", STEPS, "--checkpoints", tmp_path, agent=agent) as program:
+        program.wait_for_step(25)
+        os.kill(workers_of(program)[-1], signal.SIGKILL)
+        program.finish()
+    assert program.retaken >= 1  # steps after the last checkpoint
+    assert sorted(program.losses) == list(range(1, STEPS + 1))
+    assert program.losses[STEPS] == pytest.approx(undisturbed.losses[STEPS], abs=0.3)
+    assert program.accuracy == pytest.approx(undisturbed.accuracy, abs=0.05)
+
+
+def test_a_node_that_is_lost_is_done_without(lab, undisturbed, tmp_path):
+    """The group forms again at the new size, and goes on from the checkpoint that two ranks saved."""
+    agent = ["--nnodes", "1:2", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=3"]
+    options = ("--steps", STEPS, "--checkpoints", tmp_path)
+    with node(lab, 0, *options, agent=agent) as one, node(lab, 1, *options, agent=agent) as two:
+        told = None
+        while told is None:
+            told = next((each for each in (one, two) if max(each.losses, default=0) >= 25), None)
+            assert one.process.poll() is None, one.text()
+            assert two.process.poll() is None, two.text()
+        os.killpg(two.process.pid, signal.SIGKILL)  # agent and worker: node 0 has the rendezvous, it stays
+        one.finish()
+    steps = {**two.losses, **one.losses}
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    assert told.ranks[20] == 2
+    assert one.ranks[STEPS] == 1
+    assert one.accuracy == pytest.approx(undisturbed.accuracy, abs=0.05)
