@@ -3,5 +3,7 @@
 from importlib.util import find_spec
 
 collect_ignore = [
-    f"src/gradwire/adapters/{name}.py" for name in ("accelerate", "lightning", "transformers") if find_spec(name) is None
+    f"src/gradwire/adapters/{name}.py"
+    for name in ("accelerate", "lightning", "transformers")
+    if find_spec(name) is None
 ]

@@ -44,8 +44,8 @@ images, labels = Digits(batch_size=Digits.train_examples).batch(0, 0, 1)
 data = [{"images": image, "labels": label} for image, label in zip(images, labels, strict=True)]
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=given.steps, per_device_train_batch_size=32, logging_steps=1, save_strategy="no",
-        report_to="none", disable_tqdm=True, learning_rate=1e-3, remove_unused_columns=False,
+        folder, use_cpu=True, max_steps=given.steps, per_device_train_batch_size=32, logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True, learning_rate=1e-3, remove_unused_columns=False,
     )  # fmt: skip
     trainer = Trainer(Classifier(), arguments, train_dataset=data, callbacks=[Printer()])
     gradwire.transformers.compress(trainer, given.codec)

@@ -446,7 +446,7 @@ def test_another_method_loses_nothing(first, then, ranks):
 
 
 @pytest.mark.parametrize(("ranks", "then"), [(3, 2), (2, 3), (1, 2), (2, 1)])
-@pytest.mark.parametrize("what", ["ef(sign)", "ef(topk:0.05)", "powersgd:2,start=0", "int4"])
+@pytest.mark.parametrize("what", ["ef(sign)", "ef(topk:0.05)", "powersgd:2,start=0"])
 def test_another_number_of_ranks_loses_nothing(what, ranks, then):
     """What some ranks had kept back is sent by those that come after them."""
     before, after = reducers(what, ranks), reducers(what, then)
@@ -462,7 +462,7 @@ def test_another_number_of_ranks_loses_nothing(what, ranks, then):
     for name in SHAPES:
         total = sum(results(each)[0][name].double() for each in sent)
         wanted = sum(true_mean(ranks if s < 2 else then, s, name) for s in range(5))
-        no_feedback = what == "int4" or ("powersgd" in what and name == "d")
+        no_feedback = "powersgd" in what and name == "d"  # a vector in all but name: int8
         lost = 0.1 if no_feedback and name in LARGE else 1e-5
         torch.testing.assert_close(total, wanted, rtol=0, atol=5 * lost)
 

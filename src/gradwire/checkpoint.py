@@ -137,7 +137,9 @@ def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]
     >>> dist.destroy_process_group()
     """
     here, peers = Path(path), optimizer.peers
-    failure, states, extra = "", [], {}
+    failure = ""
+    states: list[dict[str, Any]] = []
+    extra: dict[str, Any] = {}
     try:
         states, extra = _states(here, peers.rank, peers.size, optimizer)
     except CheckpointError as error:
@@ -149,9 +151,7 @@ def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]
     return extra
 
 
-def _states(
-    here: Path, rank: int, ranks: int, optimizer: Checkpointed
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _states(here: Path, rank: int, ranks: int, optimizer: Checkpointed) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What this rank saved, if that is enough for it, or with what the first one did; or else what all did."""
     marker = _marker(here)
     saved = int(marker["ranks"])

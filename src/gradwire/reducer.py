@@ -547,7 +547,7 @@ class GradientReducer:
         """
         if isinstance(state, Mapping) and state.get("ranks") == 1 != self.peers.size:
             state = [state]  # there was one rank: this is what all had
-        if not isinstance(state, Mapping):
+        if isinstance(state, Sequence):
             state = self._divided(state)
         self._check_state(state)
         self._now, self._plans = _Step(), {}
@@ -564,15 +564,18 @@ class GradientReducer:
         """The states of all ranks as one for this rank, of as many or of others."""
         ranks = [each.get("rank") for each in states if isinstance(each, Mapping)]
         if not states or ranks != list(range(len(states))) or any(s.get("ranks") != len(states) for s in states):
-            raise ConfigError(f"`state` must have the states of all ranks that were saved, in order; got ranks {ranks}.")
+            raise ConfigError(
+                f"`state` must have the states of all ranks that were saved, in order; got ranks {ranks}."
+            )
         if len(states) == self.peers.size:
             return states[self.peers.rank]
         for each in states:
             self._check_state({**each, "rank": self.peers.rank, "ranks": self.peers.size})
         carried: dict[str, Tensor] = {}
         for each in states:
-            owed = [(name, _owed(kept, self.parameters[name].numel(), len(states)))
-                    for name, kept in each["states"].items()]
+            owed = [
+                (name, _owed(kept, self.parameters[name].numel(), len(states))) for name, kept in each["states"].items()
+            ]
             for name, tensor in [*owed, *each.get("carried", {}).items()]:
                 share = tensor.reshape(-1) / len(states)
                 carried[name] = carried[name] + share if name in carried else share

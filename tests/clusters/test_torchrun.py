@@ -36,7 +36,9 @@ def test_a_training_goes_on_with_fewer_ranks_and_with_more(tmp_path):
             assert all(each["weights"] == before[0]["after"] for each in told)
             assert all(each["rate"] == pytest.approx(0.01 * 0.1 ** (began // 2)) for each in told)
             assert all(each["adam"] == 4 for each in told)
-            kept = [sum(each[name] for each in these) / len(these) for these, name in ((told, "kept"), (before, "owed"))]
+            kept = [
+                sum(each[name] for each in these) / len(these) for these, name in ((told, "kept"), (before, "owed"))
+            ]
             assert kept[0] == pytest.approx(kept[1], abs=1e-4)  # of the mean: nothing is lost, nothing comes twice
             if len(before) == ranks:
                 assert [each["kept"] for each in told] == [each["owed"] for each in before]

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from tests.engines.program import LOOPBACK, ROOT, torchrun  # noqa: E402
+from tests.engines.program import LOOPBACK, ROOT, torchrun
 
 
 @pytest.mark.parametrize("worker", ["accelerate_rank", "transformers_rank"])

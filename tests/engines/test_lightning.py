@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from tests.engines.program import LOOPBACK, ROOT  # noqa: E402
+from tests.engines.program import LOOPBACK, ROOT
 
 
 def run(folder, codec, precision="32-true", steps=8, resume="no"):

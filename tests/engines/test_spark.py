@@ -44,7 +44,13 @@ def cluster(tmp_path_factory):
 
     def start(what, *options):
         log = (folder / f"{what}-{len(made.processes)}.log").open("w")
-        command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{what}", "--host", "127.0.0.1", *options]
+        command = [
+            str(home / "bin" / "spark-class"),
+            f"org.apache.spark.deploy.{what}",
+            "--host",
+            "127.0.0.1",
+            *options,
+        ]
         with log:
             made.processes.append(
                 subprocess.Popen(

@@ -14,7 +14,8 @@ def owed(state, ranks):
     """What a rank has kept back of all parameters, as a summand of its gradient."""
     total = 0.0
     for each in state["states"].values():
-        total += each["residual"].double().sum().item() + ranks * each["owned"].double().sum().item()
+        total += each["residual"].double().sum().item()
+        total += ranks * each["owned"].double().sum().item() if "owned" in each else 0.0
     return total + sum(each.double().sum().item() for each in state["carried"].values())
 
 
@@ -45,4 +46,4 @@ def weights(model):
 
 
 if __name__ == "__main__":
-    torchrun.run(train, codec="topk:0.05", checkpoints=Path(sys.argv[1]) / "checkpoints", timeout_s=60)
+    torchrun.run(train, codec="ef(int2)", checkpoints=Path(sys.argv[1]) / "checkpoints", timeout_s=60)

@@ -59,5 +59,7 @@ class CompressionKwargs(_accelerate.DistributedDataParallelKwargs):  # type: ign
 
     def _there(self) -> Compression:
         if self.compression is None:
-            raise ConfigError("no model has been prepared with these CompressionKwargs: call accelerator.prepare first.")
+            raise ConfigError(
+                "no model has been prepared with these CompressionKwargs: call accelerator.prepare first."
+            )
         return self.compression

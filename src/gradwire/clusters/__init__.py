@@ -1,4 +1,4 @@
-"""How ranks are started: by an engine that is there already (``torchrun``, ``ray``, ``spark``), or as processes here."""
+"""How ranks are started: by an engine that is there (``torchrun``, ``ray``, ``spark``), or as processes here."""
 
 from importlib import import_module
 from typing import Any

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any, Final
 from zlib import crc32
 
-import torch.distributed as dist
-
 from gradwire.adapters import Replica
+from gradwire.clusters.stores import Store, tcp_store
 from gradwire.collectives.peers import tell
 from gradwire.errors import CheckpointError
 from gradwire.tree import from_bytes, to_bytes
@@ -35,19 +33,19 @@ class Board:
     [{'loss': 0.5}]
     """
 
-    def __init__(self, store: dist.TCPStore) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self._heard = 0
 
     @classmethod
     def open(cls, host: str, timeout_s: float = 300.0) -> Board:
         """In the program that starts the others, which reach it by ``host``, at any free port."""
-        return cls(_store(host, 0, True, timeout_s))
+        return cls(tcp_store(host, 0, master=True, timeout_s=timeout_s))
 
     @classmethod
     def reach(cls, host: str, port: int, timeout_s: float = 300.0) -> Board:
         """From a rank."""
-        return cls(_store(host, port, False, timeout_s))
+        return cls(tcp_store(host, port, master=False, timeout_s=timeout_s))
 
     @property
     def address(self) -> tuple[str, int]:
@@ -113,12 +111,6 @@ class Board:
         for rank, (_, nbytes) in enumerate(found["files"]):
             for number in range(_pieces(nbytes)):
                 self.store.delete_key(f"{_part(found['steps'], len(found['files']), rank)}/{number}")
-
-
-def _store(host: str, port: int, master: bool, timeout_s: float) -> dist.TCPStore:
-    return dist.TCPStore(
-        host, port, is_master=master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
 
 
 def _part(steps: int, ranks: int, rank: int) -> str:

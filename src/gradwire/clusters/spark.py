@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, TypeVar
@@ -12,6 +11,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from gradwire.clusters.board import Board
+from gradwire.clusters.stores import join_group
 from gradwire.clusters.worker import FolderKeeper, Worker
 from gradwire.errors import ConfigError
 from gradwire.extras import require
@@ -34,7 +34,7 @@ def run(
     timeout_s: float = 300.0,
     **options: Any,
 ) -> T:
-    """Train on Spark: as many barrier tasks as ``workers``, each with its part of a DataFrame or RDD as ``worker.rows``.
+    """Train on Spark: in as many barrier tasks as ``workers``, each with its part of a DataFrame or RDD as its rows.
 
     Call it in the driver. ``work`` gets a :class:`~gradwire.clusters.Worker`; the tasks run at the same time, and
     Spark starts all of them again if one is lost: they go on from the last checkpoint. Checkpoints are in the memory of
@@ -67,7 +67,7 @@ def run(
     listener = threading.Thread(target=_listen, args=(board, notify, ended), daemon=True, name="gradwire-spark")
     listener.start()
     try:
-        results = dict(rows.barrier().mapPartitions(task).collect())
+        results: dict[int, T] = dict(rows.barrier().mapPartitions(task).collect())
     finally:
         ended.set()
         listener.join()
@@ -96,13 +96,7 @@ def _task(
     board = Board.reach(*address, timeout_s)
     group = context.allGather(token_hex(8))[0]  # the first rank's: no group before had it
     rank, size = context.partitionId(), len(context.getTaskInfos())
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"group/{group}", board.store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    join_group("gloo", board.store, f"group/{group}", rank, size, timeout_s)
     keeper = board if checkpoints is None else FolderKeeper(checkpoints)
     worker = Worker(codec, keeper, board.say if rank == 0 else _quiet, rows, {"timeout_s": timeout_s, **options})
     try:

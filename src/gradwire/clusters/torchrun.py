@@ -6,12 +6,12 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
+from gradwire.clusters.stores import Store, join_group, tcp_store
 from gradwire.clusters.worker import FolderKeeper, Worker
 from gradwire.errors import ConfigError, PeerError
 
@@ -73,23 +73,12 @@ def join(backend: str = "gloo", *, timeout_s: float = 300.0) -> None:
         raise ConfigError(f"{', '.join(_NEEDED)} must be set: start the program by torchrun.")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own is there already
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not kept,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(_meet(store, rank, size, timeout_s), store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = tcp_store(*where, master=rank == 0 and not kept, timeout_s=timeout_s)
+    join_group(backend, store, _meet(store, rank, size, timeout_s), rank, size, timeout_s)
 
 
-def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
+def _meet(store: Store, rank: int, size: int, timeout_s: float) -> str:
     """A name for this group that no other one has had, the same on all of its ranks.
 
     The number of restarts is none: agents of torchrun that came later count from zero. So each rank leaves a word that
@@ -99,7 +88,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
     if rank:
         word = secrets.token_hex(8)
         store.set(f"{here}/{rank}", word)
-        name = store.get(f"{here}/{word}").decode()
+        name = str(store.get(f"{here}/{word}").decode())
         store.set(f"{name}/{rank}", "here")
         return name
     name, answered = f"{here}/{secrets.token_hex(8)}", dict[int, bytes]()
