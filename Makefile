@@ -57,7 +57,7 @@ ALONE := unshare --net $(shell test "$$(id -u)" = 0 || echo --map-root-user) bas
 test-clusters:  ## torchrun, Ray, Spark, Lightning, Accelerate, Transformers, FSDP2; an environment of its own, of 3 GB
 	test -x .venv-clusters/bin/python || $(PYTHON) -m venv .venv-clusters
 	.venv-clusters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		'.[dev,ray,spark,lightning,accelerate]'
+		--editable '.[dev,ray,spark,lightning,accelerate]'
 	.venv-clusters/bin/python -m pytest -q $(ENGINES)/test_torchrun.py $(ENGINES)/test_fsdp2.py $(ARGS)
 	GRADWIRE_TEST_RAY=1 $(ALONE) .venv-clusters/bin/python -m pytest -q $(ENGINES) --ignore=$(ENGINES)/test_torchrun.py \
 		--ignore=$(ENGINES)/test_fsdp2.py tests/sharding/test_ray.py src/gradwire/adapters $(ARGS)

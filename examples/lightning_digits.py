@@ -52,6 +52,7 @@ parser.add_argument("--codec", default="int8")
 given = parser.parse_args()
 torch.set_num_threads(1)
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+quiet["use_distributed_sampler"] = False  # every rank makes its own batches
 trainer = lightning.Trainer(
     accelerator="cpu", devices=2, strategy=gradwire.lightning.Strategy(given.codec), max_steps=given.steps, **quiet
 )

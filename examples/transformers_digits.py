@@ -9,7 +9,7 @@ import argparse
 import tempfile
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import gradwire
 from gradwire.tasks import Digits
@@ -28,12 +28,6 @@ class Classifier(torch.nn.Module):
         return {"loss": TASK.loss(self.network, images, labels)}
 
 
-class Printer(TrainerCallback):
-    def on_log(self, args, state, control, logs, **more):
-        if state.is_world_process_zero and "loss" in logs:
-            print({"step": state.global_step, "loss": float(logs["loss"])}, flush=True)
-
-
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--codec", default="int8")
@@ -47,6 +41,6 @@ with tempfile.TemporaryDirectory() as folder:
         folder, use_cpu=True, max_steps=given.steps, per_device_train_batch_size=32, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True, learning_rate=1e-3, remove_unused_columns=False,
     )  # fmt: skip
-    trainer = Trainer(Classifier(), arguments, train_dataset=data, callbacks=[Printer()])
+    trainer = Trainer(Classifier(), arguments, train_dataset=data)
     gradwire.transformers.compress(trainer, given.codec)
     trainer.train()

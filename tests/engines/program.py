@@ -42,6 +42,8 @@ class Program:
     def _read(self):
         for line in self.process.stdout:
             self.printed.append(line)
+            if "TrainingReport" in line:  # Ray's log of what every rank told it
+                continue
             for step, loss, ranks in _STEP.findall(line):
                 self.retaken += int(step) in self.losses
                 self.losses[int(step)] = float(loss)
@@ -80,6 +82,8 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._reader.join(10)
+        self.process.stdout.close()
 
 
 def example(name, *options, env=None):

@@ -1,65 +1,77 @@
-"""Hugging Face Accelerate: a kwargs handler whose gradients travel in a codec."""
+"""Hugging Face Accelerate: one call, and gradients travel in a codec."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from gradwire.adapters.ddp import Compression, compress
+from gradwire.adapters.ddp import Compression
+from gradwire.adapters.ddp import compress as compress_ddp
 from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from gradwire.errors import ConfigError
 from gradwire.extras import require
 
 _accelerate: Any = require("accelerate", purpose="gradwire.accelerate")
 
-__all__ = ["CompressionKwargs"]
+__all__ = ["CompressionHandler", "compress"]
 
 _FOLDER: Final = "gradwire"
 
 
-@dataclass
-class CompressionKwargs(_accelerate.DistributedDataParallelKwargs):  # type: ignore[misc]
-    """``Accelerator(kwargs_handlers=[gradwire.accelerate.CompressionKwargs(codec="int4")])``, and that is all.
+def compress(accelerator: Any, codec: Any = "auto", **options: Any) -> CompressionHandler:
+    """Let the models that an ``Accelerator`` prepares exchange their gradients in a codec: one line, before ``prepare``.
 
-    ``codec`` and ``options`` are those of :func:`gradwire.compress`; other arguments are those of Accelerate's
-    ``DistributedDataParallelKwargs``. Accelerate asks it to register a hook when the model is prepared. For residuals
-    in ``save_state`` and ``load_state``, call :meth:`keep_with`.
+    ``codec`` and ``options`` are those of :func:`gradwire.compress`; an ``Accelerator``'s scaler is given to it, and its
+    ``DistributedDataParallelKwargs`` stay. Residuals are saved by ``save_state``, a file a rank, and ``load_state``
+    takes them back.
 
-    >>> CompressionKwargs(codec="int4").codec
-    'int4'
+    >>> compress(None)
+    Traceback (most recent call last):
+    gradwire.errors.ConfigError: `accelerator` must be an accelerate.Accelerator; got NoneType.
+    """
+    if not isinstance(accelerator, _accelerate.Accelerator):
+        raise ConfigError(f"`accelerator` must be an accelerate.Accelerator; got {type(accelerator).__name__}.")
+    if isinstance(accelerator.ddp_handler, CompressionHandler):
+        raise ConfigError("`accelerator` compresses already.")
+    handler = CompressionHandler(accelerator, accelerator.ddp_handler, codec, options)
+    accelerator.ddp_handler = handler
+    accelerator.register_save_state_pre_hook(handler.save)
+    accelerator.register_load_state_pre_hook(handler.load)
+    return handler
+
+
+class CompressionHandler:
+    """What :func:`compress` gives an accelerator, as its handler of DDP; ``compressions`` are those of its models.
+
+    >>> CompressionHandler(None, None, "int4", {}).to_kwargs()
+    {}
     """
 
-    codec: Any = "auto"
-    options: dict[str, Any] = field(default_factory=dict)
-    compression: Compression | None = field(default=None, init=False)
+    def __init__(self, accelerator: Any, ddp: Any, codec: Any, options: dict[str, Any]) -> None:
+        self._accelerator, self._ddp, self._codec, self._options = accelerator, ddp, codec, options
+        self.compressions: list[Compression] = []
 
     def to_kwargs(self) -> dict[str, Any]:
-        """What DDP itself takes."""
-        own = ("codec", "options", "compression")
-        return {name: value for name, value in super().to_kwargs().items() if name not in own}
+        """What DDP itself is to take; asked by Accelerate."""
+        kwargs: dict[str, Any] = self._ddp.to_kwargs() if self._ddp is not None else {}
+        return kwargs
 
     def register_comm_hook(self, model: Any) -> None:
-        """Called by Accelerate with the wrapped model."""
-        self.compression = compress(model, self.codec, **self.options)
+        """Called by Accelerate with every model that it has wrapped."""
+        scaler = getattr(self._accelerator, "scaler", None)
+        self.compressions.append(compress_ddp(model, self._codec, scaler=scaler, **self._options))
 
-    def keep_with(self, accelerator: Any) -> None:
-        """Save residuals in a folder of ``save_state``'s, a file a rank, and take them back in ``load_state``."""
+    def save(self, models: Any, weights: Any, folder: str) -> None:
+        """Called by ``save_state``."""
+        for number, each in enumerate(self.compressions):
+            save_checkpoint(self._folder(folder, number), each, keep=1)
 
-        def save(models: Any, weights: Any, folder: str) -> None:
-            save_checkpoint(Path(folder) / _FOLDER, self._there(), keep=1)
-
-        def load(models: Any, folder: str) -> None:
-            last = latest_checkpoint(Path(folder) / _FOLDER)
+    def load(self, models: Any, folder: str) -> None:
+        """Called by ``load_state``; what was saved without gradwire has no residuals."""
+        for number, each in enumerate(self.compressions):
+            last = latest_checkpoint(self._folder(folder, number))
             if last is not None:
-                load_checkpoint(last, self._there())
+                load_checkpoint(last, each)
 
-        accelerator.register_save_state_pre_hook(save)
-        accelerator.register_load_state_pre_hook(load)
-
-    def _there(self) -> Compression:
-        if self.compression is None:
-            raise ConfigError(
-                "no model has been prepared with these CompressionKwargs: call accelerator.prepare first."
-            )
-        return self.compression
+    def _folder(self, folder: str, number: int) -> Path:
+        return Path(folder) / _FOLDER / f"model-{number}"

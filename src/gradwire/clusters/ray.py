@@ -31,9 +31,10 @@ def trainer(
 ) -> Any:
     """A ``TorchTrainer`` of Ray Train whose workers each call ``work`` with a :class:`~gradwire.clusters.Worker`.
 
-    ``worker.save`` and ``worker.report`` are Ray's own ``report``, so every rank must call them: checkpoints are in its
-    storage, and a training that lost workers goes on from the last one if ``run_config`` has
-    ``FailureConfig(max_failures=...)``. ``options`` are those of :func:`gradwire.compress`.
+    Checkpoints of ``worker.save`` are in Ray's storage, and a training that lost workers goes on from the last one if
+    ``run_config`` has ``FailureConfig(max_failures=...)``. What the first rank reports is printed at once; Ray itself is
+    told the last of it with every checkpoint and at the end, for its own ``report`` takes up to two seconds.
+    ``options`` are those of :func:`gradwire.compress`.
 
     >>> trainer(print, workers=0)
     Traceback (most recent call last):
@@ -49,11 +50,13 @@ def trainer(
     def loop() -> None:
         def tell(values: dict[str, Any]) -> None:
             report(worker.rank, **values)  # Ray shows it where the trainer runs
-            train.report(values)
+            keeper.last |= values
 
-        worker = Worker(codec, _RayKeeper(), tell, options=options)
+        keeper = _RayKeeper()
+        worker = Worker(codec, keeper, tell, options=options)
         try:
             work(worker)
+            train.report(keeper.last)
         finally:
             worker.close()
 
@@ -70,11 +73,14 @@ def trainer(
 class _RayKeeper:
     """Checkpoints by Ray: every rank hands in its file, and Ray puts them into one folder."""
 
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}  # what was reported
+
     def save(self, replica: Replica) -> None:
         train = require("ray.train", purpose="gradwire.clusters.ray")
         with tempfile.TemporaryDirectory() as folder:
             save_checkpoint(folder, replica)
-            train.report({"steps": replica.steps}, checkpoint=train.Checkpoint.from_directory(folder))
+            train.report({**self.last, "steps": replica.steps}, checkpoint=train.Checkpoint.from_directory(folder))
 
     def restore(self, replica: Replica) -> bool:
         train = require("ray.train", purpose="gradwire.clusters.ray")
