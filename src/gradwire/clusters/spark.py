@@ -67,7 +67,8 @@ def run(
     listener = threading.Thread(target=_listen, args=(board, notify, ended), daemon=True, name="gradwire-spark")
     listener.start()
     try:
-        results: dict[int, T] = dict(rows.barrier().mapPartitions(task).collect())
+        # By a shuffle: Spark tries a barrier stage again only if another stage follows it.
+        results: dict[int, T] = dict(rows.barrier().mapPartitions(task).partitionBy(1).collect())
     finally:
         ended.set()
         listener.join()
