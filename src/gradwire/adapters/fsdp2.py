@@ -184,7 +184,7 @@ class _ReduceScatter(_Comm, ReduceScatter):
             for rank in others(peers)
         }
         received = self._link.exchange(messages, "FSDP2's gradients")
-        total = slices[peers.rank].clone()
+        total = slices[peers.rank].to("cpu", copy=True)  # where messages arrive
         bad = [
             self._frames.decode([(rank, data)], spec, key.fold(rank * peers.size + peers.rank), total, add=True)
             for rank, data in sorted(received.items())
@@ -229,7 +229,7 @@ class _AllGather(_Comm, AllGather):
         message, _ = self._frames.encode(input_tensor.detach().to(torch.float32), spec, key.fold(peers.rank))
         received = self._link.exchange(dict.fromkeys(others(peers), message), "FSDP2's weights")
         for rank, data in {peers.rank: message, **received}.items():
-            values = torch.empty(spec.shape, dtype=torch.float32, device=output_tensor.device)
+            values = torch.empty(spec.shape)  # where messages arrive
             if self._frames.decode([(rank, data)], spec, key.fold(rank), values, add=False):
                 values.fill_(torch.nan)
             slices[rank].copy_(values)
