@@ -106,7 +106,10 @@ def poisoned(size):
 
 
 def test_it_has_every_op():
-    assert set(triton.__all__) == set(ops.__all__)
+    """But for three of low rank, which are the reference's there: products of torch's own."""
+    left = {"thin_products_of_sums", "outer_mean", "orthogonalize"}
+    assert set(triton.__all__) | left == set(ops.__all__)
+    assert not set(triton.__all__) & left
 
 
 @pytest.mark.parametrize("size", [*SIZES, *LARGE])
