@@ -19,10 +19,10 @@ _FOLDER: Final = "gradwire"
 
 
 def compress(accelerator: Any, codec: Any = "auto", **options: Any) -> CompressionHandler:
-    """Let the models that an ``Accelerator`` prepares exchange their gradients in a codec: one line, before ``prepare``.
+    """Let the models that an ``Accelerator`` prepares exchange gradients in a codec: one line, before ``prepare``.
 
-    ``codec`` and ``options`` are those of :func:`gradwire.compress`; an ``Accelerator``'s scaler is given to it, and its
-    ``DistributedDataParallelKwargs`` stay. Residuals are saved by ``save_state``, a file a rank, and ``load_state``
+    ``codec`` and ``options`` are those of :func:`gradwire.compress`; an ``Accelerator``'s scaler is given to it, and
+    its ``DistributedDataParallelKwargs`` stay. Residuals are saved by ``save_state``, a file a rank, and ``load_state``
     takes them back.
 
     >>> compress(None)

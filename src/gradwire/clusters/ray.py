@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.adapters import Replica
 from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from gradwire.clusters.worker import Worker
+from gradwire.clusters.worker import Worker, check_training
 from gradwire.collectives.rank import report
 from gradwire.coordinator import CoordinatorClient, ServeSettings, serve
 from gradwire.errors import ConfigError
@@ -32,18 +32,15 @@ def trainer(
     """A ``TorchTrainer`` of Ray Train whose workers each call ``work`` with a :class:`~gradwire.clusters.Worker`.
 
     Checkpoints of ``worker.save`` are in Ray's storage, and a training that lost workers goes on from the last one if
-    ``run_config`` has ``FailureConfig(max_failures=...)``. What the first rank reports is printed at once; Ray itself is
-    told the last of it with every checkpoint and at the end, for its own ``report`` takes up to two seconds.
+    ``run_config`` has ``FailureConfig(max_failures=...)``. What the first rank reports is printed at once; Ray itself
+    is told the last of it with every checkpoint and at the end, for its own ``report`` takes up to two seconds.
     ``options`` are those of :func:`gradwire.compress`.
 
     >>> trainer(print, workers=0)
     Traceback (most recent call last):
-    gradwire.errors.ConfigError: `workers` must be at least 1; got 0.
+    gradwire.errors.ConfigError: `workers` must be a whole number of at least 1; got 0.
     """
-    if not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"`workers` must be at least 1; got {workers!r}.")
-    if not callable(work):
-        raise ConfigError(f"`work` must be a function of a worker; got {type(work).__name__}.")
+    check_training(work, workers)
     train = require("ray.train", purpose="gradwire.clusters.ray")
     torch_train = require("ray.train.torch", purpose="gradwire.clusters.ray")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradwire.clusters.board import Board
 from gradwire.clusters.stores import join_group
-from gradwire.clusters.worker import FolderKeeper, Worker
+from gradwire.clusters.worker import FolderKeeper, Worker, check_training
 from gradwire.errors import ConfigError
 from gradwire.extras import require
 
@@ -44,12 +44,9 @@ def run(
 
     >>> run(print, None, workers=0)
     Traceback (most recent call last):
-    gradwire.errors.ConfigError: `workers` must be at least 1; got 0.
+    gradwire.errors.ConfigError: `workers` must be a whole number of at least 1; got 0.
     """
-    if not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"`workers` must be at least 1; got {workers!r}.")
-    if not callable(work):
-        raise ConfigError(f"`work` must be a function of a worker; got {type(work).__name__}.")
+    check_training(work, workers)
     require("pyspark", purpose="gradwire.clusters.spark")
     rows = data if hasattr(data, "mapPartitions") else getattr(data, "rdd", None)
     if rows is None or not hasattr(rows, "mapPartitions"):
