@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = [
 
 _MARKER: Final = "COMPLETE"
 _TAG: Final = 3
+_LATE_S: Final = 5.0
 _DCP: Final = "torch.distributed.checkpoint"
 _TEXT: Final = "#tree"  # after the name of a rank: everything but its tensors
 
@@ -65,12 +67,18 @@ class Checkpointed(Protocol):
 
 
 def save_checkpoint(
-    folder: str | Path, optimizer: Checkpointed, extra: Mapping[str, Any] | None = None, *, keep: int = 2
+    folder: str | Path,
+    optimizer: Checkpointed,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    keep: int = 2,
+    shared: bool = True,
 ) -> Path:
     """Save an optimizer, the weights it moves and ``extra``, of tensors and plain values, as this rank has them.
 
     Every rank must call it, between steps, with the same folder, which all can reach. Of earlier checkpoints in it the
-    last ``keep`` complete ones stay, this one among them. Returns the path of the checkpoint.
+    last ``keep`` complete ones stay, this one among them. ``shared=False`` is for folders of each rank's own, whose
+    files somebody else brings together. Returns the path of the checkpoint.
 
     >>> import tempfile, torch, torch.distributed as dist
     >>> from gradwire import ShardedOptimizerBase
@@ -97,7 +105,9 @@ def save_checkpoint(
     failed = {rank: line.split(" ", 2)[2] for rank, line in enumerate(told) if line.split(" ", 2)[2:] not in ([], [""])}
     if failed:
         raise CheckpointError(f"the checkpoint {here.name} was not saved: {failed}.")
-    if peers.rank == 0:
+    if peers.rank == 0 and shared and (missing := _missing(here, [int(line.split(" ")[1]) for line in told])):
+        failure = f"the first rank does not see the files of ranks {missing}: {folder} must be a folder that all share."
+    elif peers.rank == 0:
         files = [line.split(" ")[:2] for line in told]
         marker = {
             "format": 1,
@@ -108,8 +118,24 @@ def save_checkpoint(
         write_whole(here / _MARKER, json.dumps(marker).encode())
         for old in _complete(Path(folder))[:-keep] if keep else []:
             shutil.rmtree(old, ignore_errors=True)
-    tell(peers, "saved", _TAG, "the saving of a checkpoint")  # nobody goes on before it counts
+    failure = tell(peers, failure[:400], _TAG, "the saving of a checkpoint")[0]  # nobody goes on before it counts
+    if failure:
+        raise CheckpointError(f"the checkpoint {here.name} was not saved: {failure}")
     return here
+
+
+def _missing(here: Path, sizes: Sequence[int]) -> list[int]:
+    """Ranks whose files are not there; those of a network file system may come a little later."""
+    end = time.monotonic() + _LATE_S
+    while True:
+        missing = [rank for rank, size in enumerate(sizes) if not _has(here / _name(rank, len(sizes)), size)]
+        if not missing or time.monotonic() > end:
+            return missing
+        time.sleep(0.05)
+
+
+def _has(path: Path, size: int) -> bool:
+    return path.exists() and path.stat().st_size == size
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:

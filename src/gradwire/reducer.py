@@ -590,7 +590,12 @@ class GradientReducer:
             raise ConfigError(f"`state` must come from state_dict(), with {sorted(expected)}; got {got}.")
         for name, value in mine.items():
             if state[name] != value:
-                raise ConfigError(f"`state` has {name} {state[name]!r}; this reducer has {value!r}.")
+                hint = (
+                    " To change it, go on without that state: what it had kept back is lost."
+                    if name == "method"
+                    else ""
+                )
+                raise ConfigError(f"`state` has {name} {state[name]!r}; this reducer has {value!r}.{hint}")
         step, scale, states = state["step"], state["scale"], state["states"]
         if not isinstance(step, int) or step < 0:
             raise ConfigError(f"`state` must have a step of 0 or more; got {step!r}.")

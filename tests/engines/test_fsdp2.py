@@ -66,5 +66,13 @@ def test_bad_arguments_are_named():
         model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
         with pytest.raises(ConfigError, match="`weights` must be a codec of single elements"):
             fsdp2.compress(model, weights="lowrank:4")
+        with pytest.raises(ConfigError, match="`gradients`: unknown codec 'auto'"):
+            fsdp2.compress(model, "auto")
+        with pytest.raises(ConfigError, match=r"`weights` must lose little, .* got 'topk:0\.1'"):
+            fsdp2.compress(model, weights="topk:0.1")
+        compression = fsdp2.compress(model)
+        with pytest.raises(ConfigError, match="`model` compresses already"):
+            fsdp2.compress(model)
+        compression.close()
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """A rank that trains a while, or goes on from where others were: FOLDER STEPS."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -46,4 +47,5 @@ def weights(model):
 
 
 if __name__ == "__main__":
-    torchrun.run(train, codec="ef(int2)", checkpoints=Path(sys.argv[1]) / "checkpoints", timeout_s=60)
+    name = f"checkpoints{os.environ['RANK']}" if os.environ.get("APART") else "checkpoints"
+    torchrun.run(train, codec="ef(int2)", checkpoints=Path(sys.argv[1]) / name, timeout_s=60)

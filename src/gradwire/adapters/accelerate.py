@@ -33,6 +33,8 @@ def compress(accelerator: Any, codec: Any = "auto", **options: Any) -> Compressi
         raise ConfigError(f"`accelerator` must be an accelerate.Accelerator; got {type(accelerator).__name__}.")
     if isinstance(accelerator.ddp_handler, CompressionHandler):
         raise ConfigError("`accelerator` compresses already.")
+    if getattr(accelerator, "_models", None):
+        raise ConfigError("`accelerator` has prepared a model already: call compress before prepare.")
     handler = CompressionHandler(accelerator, accelerator.ddp_handler, codec, options)
     accelerator.ddp_handler = handler
     accelerator.register_save_state_pre_hook(handler.save)

@@ -18,6 +18,7 @@ from gradwire.collectives.frames import Frames
 from gradwire.collectives.peers import agree, others
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
+from gradwire.planner.budget import relative_error
 from gradwire.transforms import ErrorFeedback, for_training
 from gradwire.wire import Key, TensorSpec
 
@@ -29,6 +30,7 @@ except ImportError as error:
 
 __all__ = ["ShardedCompression", "compress"]
 
+_WORST: Final = 0.05  # relative squared error of weights
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,23 +61,26 @@ def compress(
     >>> model(torch.ones(1, 128)).sum().backward()
     >>> compression.close(); dist.destroy_process_group()
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model` must be sharded by fully_shard; got {type(model).__name__}.")
+    if not isinstance(feedback, bool):
+        raise ConfigError(f"`feedback` must be True or False; got {feedback!r}.")
     modules = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
     if not modules:
         raise ConfigError(f"`model` must be sharded by fully_shard; {type(model).__name__} has no such module.")
-    both = {"gradients": for_training(gradients) if feedback else codec(gradients), "weights": codec(weights)}
-    for name, each in both.items():
-        inner = each.inner if isinstance(each, ErrorFeedback) else each
-        if not is_elementwise(inner):
-            raise ConfigError(
-                f"`{name}` must be a codec of single elements, such as 'int8', 'int4' or 'bf16', which can be cut into "
-                f"slices; got '{each}'."
-            )
+    both = {"gradients": _codec("gradients", gradients), "weights": _codec("weights", weights)}
+    if feedback:
+        both["gradients"] = for_training(both["gradients"])
+    if relative_error(str(both["weights"])) > _WORST:
+        raise ConfigError(f"`weights` must lose little, as 'int8', 'int4' or 'bf16' do; got '{both['weights']}'.")
     links: dict[dist.ProcessGroup, _Link] = {}
     scatters: dict[str, _ReduceScatter] = {}
     for number, (name, module) in enumerate(modules.items()):
         group = _group_of(module)
         if group is None:
             continue  # it has no parameters of its own
+        if isinstance(_param_group(module)._reduce_scatter_comm, _ReduceScatter):
+            raise ConfigError("`model` compresses already.")
         if group not in links:
             links[group] = _Link(connect(group, timeout_s=timeout_s))
             agree(links[group].peers, f"FSDP2 with {both['gradients']} and {both['weights']}, seed {seed}")
@@ -172,7 +177,9 @@ class _ReduceScatter(_Comm, ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise ConfigError(f"FSDP2's gradients can be summed or averaged here; got {op}: set no divide factor.")
+            raise ConfigError(
+                "FSDP2's gradients can be summed or averaged here, nothing else: set no gradient divide factor."
+            )
         peers, key = self._link.peers, self._next_key()
         flat = input_tensor.to(torch.float32)
         slices, spec = flat.chunk(peers.size), TensorSpec((output_tensor.numel(),))
@@ -235,11 +242,31 @@ class _AllGather(_Comm, AllGather):
             slices[rank].copy_(values)
 
 
-def _group_of(module: Any) -> dist.ProcessGroup | None:
-    """The group whose ranks share a module's own parameters; none if it has no parameters."""
+def _codec(name: str, given: str | Codec) -> Codec:
+    """A codec that can be cut into slices, each of which is encoded by itself."""
+    try:
+        how = codec(given)
+    except ConfigError as error:
+        raise ConfigError(f"`{name}`: {error}") from None
+    if not is_elementwise(how):
+        raise ConfigError(
+            f"`{name}` must be a codec of single elements, such as 'int8', 'int4' or 'bf16', which can be cut into "
+            f"slices; got '{how}'."
+        )
+    return how
+
+
+def _param_group(module: Any) -> Any:
+    """What torch keeps of a module's own parameters; none if it has none."""
     state = module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
     if found is None:  # torch before 2.12
-        found = [each for each in (state._fsdp_param_group,) if each is not None]
-    group: dist.ProcessGroup | None = found[0]._reduce_scatter_process_group if found else None
+        return state._fsdp_param_group
+    return found[0] if found else None
+
+
+def _group_of(module: Any) -> dist.ProcessGroup | None:
+    """The group whose ranks share a module's own parameters; none if it has no parameters."""
+    found = _param_group(module)
+    group: dist.ProcessGroup | None = None if found is None else found._reduce_scatter_process_group
     return group

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.adapters.ddp import Compression, compress
+from gradwire.errors import ConfigError
 from gradwire.extras import require
 from gradwire.tree import from_bytes, to_bytes
 
@@ -35,6 +36,10 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
     strategy_name = "gradwire"
 
     def __init__(self, codec: Any = "auto", *, options: Mapping[str, Any] | None = None, **ddp: Any) -> None:
+        if not isinstance(options, Mapping | None):
+            raise ConfigError(f"`options` must be those of gradwire.compress, by name; got {type(options).__name__}.")
+        if "ddp_comm_hook" in ddp:
+            raise ConfigError("`ddp_comm_hook` cannot be given: the codec is one.")
         super().__init__(**ddp)
         self.codec, self.options = codec, dict(options or {})
         self.compression: Compression | None = None
@@ -74,7 +79,7 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
 
 
 class Monitor(_callbacks.Callback):  # type: ignore[misc]
-    """A callback that logs what gradients cost: ``gradwire/sent_mb`` and ``gradwire/saved`` of every step.
+    """A callback that logs what gradients cost: ``gradwire/sent_mb``, and ``gradwire/saved``, the part of float32's.
 
     It also tells ``codec="auto"`` the loss, which then travels more exactly if the loss rises.
 
@@ -92,7 +97,8 @@ class Monitor(_callbacks.Callback):  # type: ignore[misc]
             compression.observe_loss(float(loss.detach()))
         traffic = compression.traffic
         module.log("gradwire/sent_mb", traffic.sent_bytes / 1e6)
-        module.log("gradwire/saved", 1.0 - traffic.sent_bytes / max(1, traffic.dense_sent_bytes))
+        if traffic.dense_sent_bytes:
+            module.log("gradwire/saved", 1.0 - traffic.sent_bytes / traffic.dense_sent_bytes)
 
 
 def _gathered(compression: Compression) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import Compression
 from gradwire.collectives import Peers
-from gradwire.errors import ConfigError
+from gradwire.errors import CheckpointError, ConfigError
 
 __all__ = ["Replica"]
 
@@ -46,6 +46,8 @@ class Replica:
         compression: Compression,
         also: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(also, Mapping | None):
+            raise ConfigError(f"`also` must be objects by name, or None; got {type(also).__name__}.")
         for name, each in (also or {}).items():
             if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise ConfigError(f"`also` must hold objects with a state_dict; got {type(each).__name__} as {name!r}.")
@@ -54,11 +56,16 @@ class Replica:
         """Steps taken so far: also those before a restart."""
 
     def learn(self, loss: Tensor) -> float:
-        """Take a step down a loss: backward, the optimizer, gradients set to none. Returns the loss.
+        """Take a step down a loss, computed with :attr:`model`: backward, the optimizer, gradients set to none.
 
-        Loops that clip, scale or accumulate do this themselves, and count :attr:`steps`.
+        Returns the loss. Loops that clip, scale or accumulate do this themselves, and count :attr:`steps`.
         """
+        if not isinstance(loss, Tensor):
+            raise ConfigError(f"`loss` must be a tensor; got {type(loss).__name__}.")
+        before = self.compression.rounds
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.compression.rounds == before:
+            raise ConfigError("`loss` must be computed with replica.model: its gradients were not exchanged.")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
@@ -88,6 +95,7 @@ class Replica:
         if self.peers.rank == 0:
             state["model"] = self.model.module.state_dict()
             state["optimizer"] = _with_names(self.optimizer.state_dict())
+            state["kind"] = type(self.optimizer).__name__
             state["also"] = {name: each.state_dict() for name, each in self.also.items()}
         return state
 
@@ -99,9 +107,14 @@ class Replica:
         first, own = states[0], [each for each in states if self._is_own(each)]
         if set(first["also"]) != set(self.also):
             raise ConfigError(f"`also` holds {sorted(self.also)}; what was saved has {sorted(first['also'])}.")
+        if first["kind"] != type(self.optimizer).__name__:
+            raise CheckpointError(f"what was saved is of {first['kind']}; this is {type(self.optimizer).__name__}.")
+        try:
+            self.model.module.load_state_dict(first["model"])
+            self.optimizer.load_state_dict(_with_places(first["optimizer"]))
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"what was saved is of another model: {error}") from error
         self.compression.load_state_dict(own[0]["compression"] if own else [each["compression"] for each in states])
-        self.model.module.load_state_dict(first["model"])
-        self.optimizer.load_state_dict(_with_places(first["optimizer"]))
         for name, each in self.also.items():
             each.load_state_dict(first["also"][name])
         self.steps = int(first["steps"])

@@ -31,6 +31,8 @@ def compress(trainer: Any, codec: Any = "auto", **options: Any) -> CompressionCa
     """
     if not isinstance(trainer, _transformers.Trainer):
         raise ConfigError(f"`trainer` must be a transformers.Trainer; got {type(trainer).__name__}.")
+    if any(isinstance(each, CompressionCallback) for each in trainer.callback_handler.callbacks):
+        raise ConfigError("`trainer` compresses already.")
     callback = CompressionCallback(trainer, codec, options)
     trainer.add_callback(callback)
     return callback

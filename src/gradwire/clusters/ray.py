@@ -40,7 +40,7 @@ def trainer(
     Traceback (most recent call last):
     gradwire.errors.ConfigError: `workers` must be a whole number of at least 1; got 0.
     """
-    check_training(work, workers)
+    check_training(work, workers, codec, options)
     train = require("ray.train", purpose="gradwire.clusters.ray")
     torch_train = require("ray.train.torch", purpose="gradwire.clusters.ray")
 
@@ -76,7 +76,7 @@ class _RayKeeper:
     def save(self, replica: Replica) -> None:
         train = require("ray.train", purpose="gradwire.clusters.ray")
         with tempfile.TemporaryDirectory() as folder:
-            save_checkpoint(folder, replica)
+            save_checkpoint(folder, replica, shared=False)  # Ray brings the files together
             train.report({**self.last, "steps": replica.steps}, checkpoint=train.Checkpoint.from_directory(folder))
 
     def restore(self, replica: Replica) -> bool:

@@ -40,20 +40,29 @@ def run(
     Spark starts all of them again if one is lost: they go on from the last checkpoint. Checkpoints are in the memory of
     the driver, so no file system need be shared; give ``checkpoints``, a folder that all machines reach, if they are
     too large for that. ``notify`` is called with what the first rank reports. ``options`` are those of
-    :func:`gradwire.compress`. Returns what ``work`` returned on the first rank.
+    :func:`gradwire.compress`. Returns what ``work`` returned on the first rank. All tasks must fit into the cluster at
+    once; Spark waits some ten minutes for that.
 
     >>> run(print, None, workers=0)
     Traceback (most recent call last):
     gradwire.errors.ConfigError: `workers` must be a whole number of at least 1; got 0.
     """
-    check_training(work, workers)
+    check_training(work, workers, codec, options)
+    if not callable(notify):
+        raise ConfigError(f"`notify` must be a function of what is reported; got {type(notify).__name__}.")
     require("pyspark", purpose="gradwire.clusters.spark")
     rows = data if hasattr(data, "mapPartitions") else getattr(data, "rdd", None)
     if rows is None or not hasattr(rows, "mapPartitions"):
         raise ConfigError(f"`data` must be a DataFrame or an RDD; got {type(data).__name__}.")
     if rows.getNumPartitions() != workers:
         rows = rows.repartition(workers)
-    board = Board.open(rows.context.getConf().get("spark.driver.host"), timeout_s)
+    context = rows.context
+    if context.master.startswith("local") and context.defaultParallelism < workers:
+        raise ConfigError(
+            f"`workers` must be at most {context.defaultParallelism} on {context.master}, for all tasks run at the "
+            f"same time; got {workers}."
+        )
+    board = Board.open(context.getConf().get("spark.driver.host"), timeout_s)
     address = board.address
     folder = None if checkpoints is None else str(checkpoints)
 

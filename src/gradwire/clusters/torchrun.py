@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from gradwire.clusters.stores import Store, join_group, tcp_store
-from gradwire.clusters.worker import FolderKeeper, Worker
+from gradwire.clusters.worker import FolderKeeper, Worker, check_training
 from gradwire.errors import ConfigError, PeerError
 
 __all__ = ["join", "run"]
@@ -42,12 +42,10 @@ def run(
     Traceback (most recent call last):
     gradwire.errors.ConfigError: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set: start the program by torchrun.
     """
+    check_training(work, 1, codec, options)
+    keeper = FolderKeeper(checkpoints) if checkpoints is not None else None
     join(backend, timeout_s=timeout_s)
-    worker = Worker(
-        codec,
-        FolderKeeper(checkpoints) if checkpoints is not None else None,
-        options={"timeout_s": timeout_s, **options},
-    )
+    worker = Worker(codec, keeper, options={"timeout_s": timeout_s, **options})
     try:
         return work(worker)
     finally:
@@ -71,6 +69,8 @@ def join(backend: str = "gloo", *, timeout_s: float = 300.0) -> None:
     """
     if any(name not in os.environ for name in _NEEDED):
         raise ConfigError(f"{', '.join(_NEEDED)} must be set: start the program by torchrun.")
+    if dist.is_initialized():
+        raise ConfigError("torch.distributed is initialized already: leave that to gradwire.clusters.torchrun.")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own is there already
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

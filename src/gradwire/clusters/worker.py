@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters import Replica, compress
 from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from gradwire.collectives import method
 from gradwire.collectives.peers import tell
 from gradwire.collectives.rank import report
 from gradwire.errors import ConfigError
@@ -22,10 +26,10 @@ __all__ = ["FolderKeeper", "Keeper", "Worker", "check_training"]
 _TAG: Final = 3
 
 
-def check_training(work: object, workers: object) -> None:
-    """Raise :class:`~gradwire.errors.ConfigError` unless it is a function, for so many workers.
+def check_training(work: object, workers: object, codec: object, options: Mapping[str, Any]) -> None:
+    """Raise :class:`~gradwire.errors.ConfigError` unless this can be run: before anything is started for it.
 
-    >>> check_training(print, 0)
+    >>> check_training(print, 0, "int4", {})
     Traceback (most recent call last):
     gradwire.errors.ConfigError: `workers` must be a whole number of at least 1; got 0.
     """
@@ -33,6 +37,14 @@ def check_training(work: object, workers: object) -> None:
         raise ConfigError(f"`work` must be a function of a worker; got {type(work).__name__}.")
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ConfigError(f"`workers` must be a whole number of at least 1; got {workers!r}.")
+    if not isinstance(codec, str):
+        raise ConfigError(f"`codec` must be a string such as 'int8' or 'auto'; got {type(codec).__name__}.")
+    if codec != "auto":
+        method(codec)
+    known = {name for name, each in signature(compress).parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"`options` must be those of gradwire.compress: {', '.join(sorted(known))}; got {unknown}.")
 
 
 class Keeper(Protocol):
@@ -55,6 +67,8 @@ class FolderKeeper:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        if not isinstance(folder, str | os.PathLike):
+            raise ConfigError(f"`checkpoints` must be the path of a folder; got {type(folder).__name__}.")
         self.folder = Path(folder)
 
     def save(self, replica: Replica) -> None:
@@ -63,6 +77,17 @@ class FolderKeeper:
 
     def restore(self, replica: Replica) -> bool:
         """From the last complete one."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            writable = os.access(self.folder, os.W_OK)
+        except OSError:
+            writable = False
+        able = tell(replica.peers, "" if writable else "no", _TAG, "the search for a checkpoint")
+        if any(able):
+            ranks = [rank for rank, each in enumerate(able) if each]
+            raise ConfigError(
+                f"`checkpoints` must be a folder that can be written to; {self.folder} cannot by ranks {ranks}."
+            )
         last = latest_checkpoint(self.folder)
         found = tell(replica.peers, "" if last is None else last.name, _TAG, "the search for a checkpoint")
         if len(set(found)) > 1:
@@ -120,8 +145,13 @@ class Worker:
 
         ``also`` are further objects to be saved, such as a scheduler or a scaler.
         """
-        if isinstance(model, DistributedDataParallel):
-            raise ConfigError("`model` must not be wrapped: prepare() does that.")
+        if isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module):
+            raise ConfigError(f"`model` must be a module that is not wrapped yet; got {type(model).__name__}.")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"`optimizer` must be one of torch's; got {type(optimizer).__name__}.")
+        own = set(model.parameters())
+        if not all(each in own for group in optimizer.param_groups for each in group["params"]):
+            raise ConfigError("`optimizer` must be of the model's parameters; it has others.")
         parameter = next(model.parameters(), None)
         devices = [parameter.device] if parameter is not None and parameter.device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=devices)
@@ -138,6 +168,10 @@ class Worker:
 
     def report(self, **values: Any) -> None:
         """Tell whoever watches, of the first rank: numbers and strings, by name."""
+        try:
+            json.dumps(values)
+        except TypeError as error:
+            raise ConfigError(f"what is reported must be numbers and strings: {error}; got {values!r:.200}.") from None
         if self._tell is None:
             report(self.rank, **values)
         else:
