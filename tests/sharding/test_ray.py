@@ -1,12 +1,14 @@
 """``RayExchange`` between real Ray tasks: where Ray is installed (``make test-clusters``)."""
 
 import os
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
 
-from gradwire import AllReduceParameter, MissingExtraError, PeerError, RayExchange
+from gradwire import AllReduceParameter, ConfigError, MissingExtraError, PeerError, RayExchange
 
 ray = pytest.importorskip("ray") if os.environ.get("GRADWIRE_TEST_RAY") else None
 needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: make test-clusters")
@@ -69,6 +71,35 @@ def test_partitions_that_are_ray_tasks(cluster, codec):
 
 
 @needs_ray
+def test_workers_of_ray_train_need_no_mailbox(tmp_path):
+    """In a process of its own: Ray Train's workers warn of what pytest would make errors."""
+    program = (
+        "import ray, torch\n"
+        "from ray.train import RunConfig\n"
+        "from gradwire import AllReduceParameter\n"
+        "from gradwire.clusters.ray import trainer\n"
+        "def train(worker):\n"
+        "    parameter = AllReduceParameter(0, worker.size, 5000, compress='fp16', exchange='ray')\n"
+        "    weights = torch.zeros(5000)\n"
+        "    parameter.init(weights)\n"
+        "    for step in range(3):\n"
+        "        parameter.put_gradients(torch.full((5000,), float(worker.rank + 1)))\n"
+        "        parameter.aggregate_gradient_partition(worker.size)\n"
+        "        parameter.weight_partition.sub_(parameter.gradient_partition)\n"
+        "        parameter.send_weight_partition()\n"
+        "        parameter.get_weights(weights).result()\n"
+        "    assert (weights == -4.5).all(), weights\n"
+        "    parameter.close()\n"
+        "    worker.report(weights=float(weights[0]))\n"
+        "ray.init(num_cpus=4, include_dashboard=False)\n"
+        f"trainer(train, workers=2, codec='int8', run_config=RunConfig(storage_path={str(tmp_path)!r})).fit()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert '{"weights": -4.5}' in done.stdout + done.stderr
+
+
+@needs_ray
 def test_a_partition_that_leaves_is_noticed(cluster):
     mailbox = RayExchange.mailbox()
     one, two = (RayExchange.of(mailbox, rank, 2, timeout_s=20) for rank in range(2))
@@ -87,6 +118,11 @@ def test_a_partition_that_is_silent_is_waited_for_for_a_while(cluster):
     with pytest.raises(PeerError, match=r"partition 0 has left no block for 0\.2 s"):
         alone.take(0, 1, 4)
     alone.close()
+
+
+def test_other_words_for_an_exchange_are_refused():
+    with pytest.raises(ConfigError, match="`exchange` must be 'ray', an Exchange, or None; got 'spark'"):
+        AllReduceParameter(0, 1, 10, exchange="spark")
 
 
 @pytest.mark.skipif(ray is not None, reason="Ray is there")

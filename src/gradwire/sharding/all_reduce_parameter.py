@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from gradwire.codecs import Codec, codec
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.sharding.clipping import clip_norm, clip_value, global_norm
 from gradwire.sharding.exchange import Exchange, InProcessExchange
+from gradwire.sharding.ray_exchange import RayExchange
 from gradwire.sharding.shard import NONFINITE, Gathered, Shard, Vector, norm_tag
 from gradwire.sharding.stragglers import StragglerPolicy, Stragglers
 from gradwire.transforms import for_training
@@ -63,7 +64,8 @@ class AllReduceParameter:
     ``param_offset`` is the place of the first element in the tensors that are given, counted from 1; the rest of them
     is left alone. ``compress`` is any codec for gradients (biased ones get error feedback), ``compress_weights`` one
     for weights, by default the same without feedback. ``exchange`` says how blocks travel: by default this process is
-    the only partition, or give an :class:`InProcessExchange`, a :class:`ProcessGroupExchange` or a ``RayExchange``.
+    the only partition, or give an :class:`InProcessExchange`, a :class:`ProcessGroupExchange` or a ``RayExchange``;
+    ``"ray"`` is that of all workers of a Ray Train.
 
     >>> one, two = (AllReduceParameter(0, 2, 3, exchange=each) for each in InProcessExchange.group(2))
     >>> one.init(torch.zeros(3)), two.init(torch.zeros(3))
@@ -89,11 +91,15 @@ class AllReduceParameter:
         compress: str | Codec = "fp16",
         *,
         compress_weights: str | Codec | None = None,
-        exchange: Exchange | None = None,
+        exchange: Exchange | Literal["ray"] | None = None,
         feedback: bool = True,
         stragglers: StragglerPolicy | None = None,
         seed: int = 0,
     ) -> None:
+        if isinstance(exchange, str):
+            if exchange != "ray":
+                raise ConfigError(f"`exchange` must be 'ray', an Exchange, or None; got {exchange!r}.")
+            exchange = RayExchange.of_workers()
         exchange = exchange if exchange is not None else InProcessExchange()
         for name, value, least in (
             ("partition_num", partition_num, 1),

@@ -6,12 +6,15 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from secrets import token_hex
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.errors import PeerError
+from gradwire.collectives.processes import store
+from gradwire.errors import ConfigError, PeerError
 from gradwire.extras import require
 
 __all__ = ["RayExchange"]
@@ -77,6 +80,30 @@ class RayExchange:
     def of(cls, mailbox: Any, rank: int, size: int, *, timeout_s: float = 300.0, poll_s: float = 0.002) -> RayExchange:
         """Join the partitions that use this mailbox, as number ``rank`` of ``size``."""
         return cls(require("ray", purpose="RayExchange"), mailbox, rank, size, timeout_s, poll_s)
+
+    @classmethod
+    def of_workers(cls, *, timeout_s: float = 300.0, poll_s: float = 0.002) -> RayExchange:
+        """Join the workers of a Ray Train, or any other ranks that are Ray's: all of them call it, in the same order.
+
+        The first one makes the mailbox; the others find its name in the store of torch's process group.
+
+        >>> RayExchange.of_workers()
+        Traceback (most recent call last):
+        gradwire.errors.ConfigError: torch.distributed is not initialized: exchange='ray' is for workers of Ray Train.
+        """
+        if not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialized: exchange='ray' is for workers of Ray Train.")
+        ray = require("ray", purpose="RayExchange")
+        rank, size, words = dist.get_rank(), dist.get_world_size(), store()
+        key = f"gradwire/ray/{words.add(f'gradwire/ray/calls/{rank}', 1)}"
+        if rank:
+            mailbox = ray.get_actor(words.get(key).decode())
+        else:
+            name = f"gradwire-{token_hex(8)}"
+            mailbox = ray.remote(num_cpus=0)(_Mailbox).options(name=name).remote()
+            ray.get(mailbox.unread_of.remote(0))  # it is there
+            words.set(key, name)
+        return cls(ray, mailbox, rank, size, timeout_s, poll_s)
 
     def put(self, to: int, tag: int, block: Tensor) -> None:
         """Into the object store; the receiver is told where."""
