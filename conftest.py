@@ -2,8 +2,9 @@
 
 from importlib.util import find_spec
 
+_TRAINERS = ("accelerate", "lightning", "transformers")
+
 collect_ignore = [
-    f"src/gradwire/adapters/{name}.py"
-    for name in ("accelerate", "lightning", "transformers")
-    if find_spec(name) is None
+    *(f"src/gradwire/adapters/{name}.py" for name in _TRAINERS if find_spec(name) is None),
+    *(f"tests/workers/{name}_rank.py" for name in _TRAINERS),  # programs, without tests
 ]
