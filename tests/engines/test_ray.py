@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -31,3 +33,24 @@ def test_the_coordinator_is_actors():
         program.finish()
     assert program.accuracy > 0.7
     assert "'accepted': [40, 40]" in program.text()
+
+
+def test_a_shard_of_the_coordinator_that_dies_comes_back_with_what_it_had(tmp_path):
+    program = (
+        "import ray, torch\n"
+        "from gradwire import ServeSettings\n"
+        "from gradwire.clusters.ray import coordinator\n"
+        "from gradwire.coordinator.settings import Durability\n"
+        "ray.init(num_cpus=4, include_dashboard=False)\n"
+        f"servers = coordinator(ServeSettings(durability=Durability(folder={str(tmp_path)!r})), shards=2)\n"
+        "with servers.client(codec='none') as client:\n"
+        "    client.set_model_parameters({'w': torch.zeros(1000)})\n"
+        "    client.add_gradients({'w': torch.ones(1000)})\n"
+        "    ray.kill(servers.actors[0], no_restart=False)\n"
+        "    client.add_gradients({'w': torch.ones(1000)})\n"
+        "    assert ray.get(servers.actors[0].address.remote()) == servers.addresses[0]\n"
+        "    print('found', set(client.read()[1]['w'].tolist()))\n"
+        "servers.stop()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    assert "found {-2.0}" in done.stdout, done.stdout + done.stderr[-3000:]
