@@ -28,6 +28,7 @@ def training(steps, save_every):
         task = Digits()
         model = task.model()
         replica = worker.prepare(model, task.optimizer(model))
+        worker.report(began=replica.steps)
         while replica.steps < steps:
             pick = torch.arange(BATCH * replica.steps, BATCH * (replica.steps + 1)) % len(labels)
             loss = replica.learn(task.loss(replica.model, images[pick], labels[pick]))

@@ -23,6 +23,7 @@ def train(worker):
     images, labels = task.batch(0, worker.rank, worker.size)
     model = task.model()
     replica = worker.prepare(model, task.optimizer(model))
+    worker.report(began=replica.steps)
     while replica.steps < given.steps:
         pick = torch.arange(BATCH * replica.steps, BATCH * (replica.steps + 1)) % len(labels)
         loss = replica.learn(task.loss(replica.model, images[pick], labels[pick]))

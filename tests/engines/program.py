@@ -20,6 +20,7 @@ LOOPBACK = {
     "PYTHONWARNINGS": "ignore",
 }
 _STEP = re.compile(r"""["']step["']: (\d+), ["']loss["']: ([\d.]+)(?:, ["']ranks["']: (\d+))?""")
+_BEGAN = re.compile(r"""["']began["']: (\d+)""")
 _ACCURACY = re.compile(r"""["']accuracy["']: ([\d.]+)""")
 
 
@@ -27,7 +28,7 @@ class Program:
     """A process, and its losses by step as they come; those of a step that was taken again are the last ones."""
 
     def __init__(self, command, env=None, start=subprocess.Popen):
-        self.losses, self.ranks, self.printed, self.accuracy, self.retaken = {}, {}, [], None, 0
+        self.losses, self.ranks, self.printed, self.accuracy, self.began = {}, {}, [], None, []
         self.process = start(
             command,
             env={**os.environ, **LOOPBACK, **(env or {})},
@@ -45,9 +46,9 @@ class Program:
             if "TrainingReport" in line:  # Ray's log of what every rank told it
                 continue
             for step, loss, ranks in _STEP.findall(line):
-                self.retaken += int(step) in self.losses
                 self.losses[int(step)] = float(loss)
                 self.ranks[int(step)] = int(ranks or 0)
+            self.began += map(int, _BEGAN.findall(line))  # the steps that were taken when it, or it again, began
             for accuracy in _ACCURACY.findall(line):
                 self.accuracy = float(accuracy)
 

@@ -62,7 +62,9 @@ def test_a_worker_that_is_killed_is_started_again(undisturbed, tmp_path):
         program.wait_for_step(25)
         os.kill(workers_of(program)[-1], signal.SIGKILL)
         program.finish()
-    assert program.retaken >= 1  # steps after the last checkpoint
+    first, again = program.began
+    assert first == 0
+    assert again >= 20  # from a checkpoint
     assert sorted(program.losses) == list(range(1, STEPS + 1))
     assert program.losses[STEPS] == pytest.approx(undisturbed.losses[STEPS], abs=0.3)
     assert program.accuracy == pytest.approx(undisturbed.accuracy, abs=0.05)
@@ -85,5 +87,6 @@ def test_a_node_that_is_lost_is_done_without(lab, undisturbed, tmp_path):
     steps = {**two.losses, **one.losses}
     assert sorted(steps) == list(range(1, STEPS + 1))
     assert told.ranks[20] == 2
+    assert one.began[-1] >= 20  # from a checkpoint
     assert one.ranks[STEPS] == 1
     assert one.accuracy == pytest.approx(undisturbed.accuracy, abs=0.05)
