@@ -11,7 +11,7 @@ ray = pytest.importorskip("ray")
 
 from tests.engines.program import example, processes  # noqa: E402
 
-STEPS = 60
+STEPS = 100
 
 
 def test_a_worker_that_is_killed_is_replaced(tmp_path):
@@ -19,12 +19,12 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path):
     with example("ray_digits.py", *options, tmp_path / "one") as undisturbed:
         undisturbed.finish()
     with example("ray_digits.py", *options, tmp_path / "two") as program:
-        program.wait_for_step(25)
+        program.wait_for_step(50)
         os.kill(processes(r"ray::.*TrainWorker")[-1], signal.SIGKILL)
         program.finish()
     first, again = program.began
     assert first == 0
-    assert again >= 20  # from a checkpoint
+    assert again >= 10  # from a checkpoint; Ray hears of one a second or two later
     assert sorted(program.losses) == list(range(1, STEPS + 1))
     assert program.losses[STEPS] == pytest.approx(undisturbed.losses[STEPS], abs=0.3)
     assert program.accuracy == pytest.approx(undisturbed.accuracy, abs=0.05)
