@@ -96,6 +96,16 @@ def torchrun(name, *options, agent=("--standalone", "--nproc-per-node", "2"), en
     return Program(command, env, start)
 
 
+def assert_went_on(program, undisturbed, steps, least):
+    """It was started again, from a checkpoint of at least so many steps, and ended as the undisturbed one did."""
+    first, again = program.began
+    assert first == 0
+    assert again >= least
+    assert sorted(program.losses) == list(range(1, steps + 1))
+    assert abs(program.losses[steps] - undisturbed.losses[steps]) <= 0.3
+    assert abs(program.accuracy - undisturbed.accuracy) <= 0.05
+
+
 def processes(pattern, root=None):
     """Ids of processes whose command line has a pattern; below a process, if one is given."""
     found, parents = [], {}

@@ -15,7 +15,7 @@ pyspark = pytest.importorskip("pyspark")
 
 from gradwire import ConfigError  # noqa: E402
 from gradwire.clusters import spark  # noqa: E402
-from tests.engines.program import LOOPBACK, example, processes  # noqa: E402
+from tests.engines.program import LOOPBACK, assert_went_on, example, processes  # noqa: E402
 
 STEPS = 60
 
@@ -83,12 +83,7 @@ def test_an_executor_that_is_killed_is_replaced(cluster):
         program.wait_for_step(25)
         os.kill(processes("CoarseGrainedExecutorBackend")[-1], signal.SIGKILL)
         program.finish()
-    first, again = program.began
-    assert first == 0
-    assert again >= 20  # from a checkpoint
-    assert sorted(program.losses) == list(range(1, STEPS + 1))
-    assert program.losses[STEPS] == pytest.approx(undisturbed.losses[STEPS], abs=0.3)
-    assert program.accuracy == pytest.approx(undisturbed.accuracy, abs=0.05)
+    assert_went_on(program, undisturbed, STEPS, least=20)
 
 
 @pytest.mark.parametrize(
