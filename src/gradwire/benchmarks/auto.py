@@ -1,4 +1,8 @@
-"""``auto`` against every fixed method: whole trainings over the link, from the first step to plain DDP's loss."""
+"""``auto`` against every fixed method: trainings over the link that take turns, to the loss of plain DDP.
+
+Two trainings of the same kind, one after the other, may differ by a tenth on a machine that others use too. Those of a
+cell take turns of a few steps in the same processes, and what is compared was disturbed alike.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradwire.benchmarks import machine
-from gradwire.benchmarks.courses import Course, run_course
+from gradwire.benchmarks.courses import Course, run_course, run_courses
 from gradwire.benchmarks.rigs import AUTO, check_method
 from gradwire.benchmarks.training import Notify
 from gradwire.errors import ConfigError
@@ -38,7 +42,7 @@ class Settings:
     rates: tuple[str, ...] = ("100mbit", "1gbit", "none")
     methods: tuple[str, ...] = ("int8", "int4", "powersgd:16+int8")
     target_steps: int = 60  # of plain DDP, whose loss is to be reached
-    timed_steps: int = 16  # of each fixed method; its steps after that take what the last of these did
+    timed_steps: int = 48  # of each fixed method; its steps after that take what the last of these did
     repeats: int = 3  # with another seed each
 
     def __post_init__(self) -> None:
@@ -147,11 +151,12 @@ def measure(settings: Settings, notify: Notify = lambda _: None) -> AutoReport:
 def _repeat(settings: Settings, cell: Cell, lab: Lab, seed: int, target: float, notify: Notify) -> None:
     task, workers, steps = settings.task, cell.workers, settings.target_steps
     notify(f"{workers} workers, {cell.rate}, training {seed + 1}")
-    for name in (DDP, *settings.methods):
-        timed = min(steps, settings.timed_steps)
-        course = run_course(task, name, workers, timed, lab, notify, seed=seed, validate_every=0)
-        cell.fixed.setdefault(name, []).append(_extended(course, steps))
-    course = run_course(task, AUTO, workers, int(_MORE * steps), lab, notify, seed=seed)
+    names, timed = (DDP, *settings.methods), min(steps, settings.timed_steps)
+    each = dict.fromkeys(names, timed) | {AUTO: int(_MORE * steps)}
+    courses = run_courses(task, each, workers, lab, notify, seed=seed, validated=(AUTO,))
+    for name in names:
+        cell.fixed.setdefault(name, []).append(_extended(courses[name], steps))
+    course = courses[AUTO]
     cell.auto.append(course.seconds[steps - 1])
     cell.reached.append(course.seconds_to(target))
     cell.losses.append(course.loss_after(steps) / target - 1)

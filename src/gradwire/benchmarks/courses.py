@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,9 +12,10 @@ from gradwire.benchmarks.training import BATCH_SIZES, Notify
 from gradwire.clusters import run_workers
 from gradwire.lab import Lab
 
-__all__ = ["Course", "run_course"]
+__all__ = ["Course", "run_course", "run_courses"]
 
 _SMOOTHED: Final = 3  # validations that are one loss
+_VALIDATE_EVERY: Final = 10  # steps
 
 
 @dataclass
@@ -54,35 +56,38 @@ class Course:
 
 
 def run_course(
+    task: str, method: str, workers: int, steps: int, lab: Lab | None, notify: Notify, *, seed: int = 0
+) -> Course:
+    """Train over the links of a lab, or over loopback. Validations do not count as time."""
+    return run_courses(task, {method: steps}, workers, lab, notify, seed=seed, validated=(method,))[method]
+
+
+def run_courses(
     task: str,
-    method: str,
+    steps: Mapping[str, int],
     workers: int,
-    steps: int,
     lab: Lab | None,
     notify: Notify,
     *,
     seed: int = 0,
-    validate_every: int = 10,
-) -> Course:
-    """Train over the links of a lab, or over loopback. Validations do not count as time."""
-    asked: dict[str, Any] = {
-        "task": task,
-        "method": method,
-        "steps": steps,
-        "seed": seed,
-        "batch_size": BATCH_SIZES[task],
-    }
-    asked |= {"interface": lab.hosts[0].interface if lab else "", "validate_every": min(validate_every, steps)}
-    course = Course()
+    validated: Collection[str] = (),
+) -> dict[str, Course]:
+    """Train by several methods, so many steps each, that take turns in the same processes."""
+    asked: dict[str, Any] = {"task": task, "steps": dict(steps), "seed": seed, "batch_size": BATCH_SIZES[task]}
+    asked["interface"] = lab.hosts[0].interface if lab else ""
+    asked["validate_every"] = {name: min(_VALIDATE_EVERY, steps[name]) for name in validated}
+    courses = {name: Course() for name in steps}
     for event in run_workers(courses_worker.__name__, asked, workers, lab):
+        name = event["method"]
+        course = courses[name]
         if event["event"] == "done":
-            course.validations = course.validations or [(steps, float("nan"), event["wire_bytes"])]
+            course.validations = course.validations or [(steps[name], float("nan"), event["wire_bytes"])]
             course.plan = event["plan"]
-            break
+            continue
         course.seconds.append(event["seconds"])
         if "validation" in event:
             course.validations.append((event["step"], event["validation"], event["wire_bytes"]))
-            notify(f"{method}: step {event['step']}, validation {event['validation']:.4f}, {event['seconds']:.0f} s")
+            notify(f"{name}: step {event['step']}, validation {event['validation']:.4f}, {event['seconds']:.0f} s")
         else:
-            notify(f"{method}: step {event['step']}, loss {event['loss']:.4f}, {event['seconds']:.0f} s")
-    return course
+            notify(f"{name}: step {event['step']}, loss {event['loss']:.4f}, {event['seconds']:.0f} s")
+    return courses

@@ -1,6 +1,7 @@
-"""One rank of a training, as a process: ``python -m gradwire.benchmarks.courses_worker SETTINGS``.
+"""One rank of some trainings, as a process: ``python -m gradwire.benchmarks.courses_worker SETTINGS``.
 
-Rank 0 prints a JSON event a step: seconds of training so far without validations, bytes on the wire so far, and a
+The trainings take turns, a few steps each, so that whatever else the machine does disturbs all of them alike. Rank 0
+prints a JSON event a step: seconds of that training so far without validations, bytes on the wire so far, and a
 validation where the ranks' parameters have just been brought together.
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,16 +25,18 @@ from gradwire.tasks import TASKS, Task
 __all__ = ["Settings", "main"]
 
 
+_BLOCK: Final = 8  # steps of a turn
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What the ranks do: train by one method, from the first step to the last."""
+    """What the ranks do: train by each method, from the first step to the last."""
 
     task: str
-    method: str
-    steps: int
+    steps: dict[str, int]  # of each method
     batch_size: int
     seed: int = 0
-    validate_every: int = 10  # steps at least; 0: never
+    validate_every: dict[str, int] = field(default_factory=dict)  # steps at least; others never
     interface: str = ""  # whose bytes are counted
 
 
@@ -46,32 +50,53 @@ def _run(settings: Settings, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)  # as many ranks as hosts share this machine
     task = TASKS[settings.task](seed=settings.seed, batch_size=settings.batch_size)
     task.load()
-    with make_rig(task, settings.method, start=None) as rig:
-        _train(settings, task, rig, rank, ranks)
+    with ExitStack() as stack:
+        rigs = {name: stack.enter_context(make_rig(task, name, start=None)) for name in settings.steps}
+        trainings = [_Training(settings, task, name, rig, rank, ranks) for name, rig in rigs.items()]
+        for turn in range(turns := max(training.turns for training in trainings)):
+            for training in trainings:
+                training.go_on(_BLOCK * -(-training.turns * (turn + 1) // turns))  # those with few are spread out
+        for training in trainings:
+            training.end()
 
 
-def _train(settings: Settings, task: Task, rig: Rig, rank: int, ranks: int) -> None:
-    dist.barrier()
-    before, seconds, validated, rounds = wire_bytes(settings.interface), 0.0, 0, rig.rounds()
-    for step in range(settings.steps):
-        started = time.perf_counter()
-        inputs, targets = task.batch(step, rank, ranks)
-        loss = task.loss(rig.replica, inputs, targets)
-        rig.step(loss)
-        seconds += time.perf_counter() - started
-        event: dict[str, Any] = {"event": "step", "step": step + 1, "loss": loss.item(), "seconds": seconds}
-        together = rig.rounds() != rounds  # ranks that step by themselves hold models of their own in between
-        if settings.validate_every and together and step + 1 - validated >= settings.validate_every:
-            sent = wire_bytes(settings.interface) - before
-            if rank == 0:
-                event |= {"validation": task.validate(rig.model).loss, "wire_bytes": sent}
-            validated = step + 1
-            dist.barrier()  # the others wait, and nobody's clock runs
-        rounds = rig.rounds() if together else rounds
-        report(rank, **event)
-    plan = rig.plan()
-    sent = wire_bytes(settings.interface) - before
-    report(rank, event="done", seconds=seconds, wire_bytes=sent, plan=plan.to_json() if plan is not None else "")
+class _Training:
+    def __init__(self, settings: Settings, task: Task, name: str, rig: Rig, rank: int, ranks: int) -> None:
+        self.task, self.name, self.rig, self.rank, self.ranks = task, name, rig, rank, ranks
+        self.steps, self.interface = settings.steps[name], settings.interface
+        self.validate_every = settings.validate_every.get(name, 0)
+        self.turns = -(-self.steps // _BLOCK)
+        self.step = self.validated = self.sent = 0
+        self.seconds, self.rounds = 0.0, rig.rounds()
+
+    def go_on(self, until: int) -> None:
+        """Train up to a step."""
+        dist.barrier()
+        before = wire_bytes(self.interface) - self.sent
+        while self.step < min(until, self.steps):
+            started = time.perf_counter()
+            inputs, targets = self.task.batch(self.step, self.rank, self.ranks)
+            loss = self.task.loss(self.rig.replica, inputs, targets)
+            self.rig.step(loss)
+            self.seconds += time.perf_counter() - started
+            self.step += 1
+            event: dict[str, Any] = {"step": self.step, "loss": loss.item(), "seconds": self.seconds}
+            together = self.rig.rounds() != self.rounds  # ranks that step by themselves hold models of their own
+            if self.validate_every and together and self.step - self.validated >= self.validate_every:
+                self.sent = wire_bytes(self.interface) - before
+                if self.rank == 0:
+                    event |= {"validation": self.task.validate(self.rig.model).loss, "wire_bytes": self.sent}
+                self.validated = self.step
+                dist.barrier()  # the others wait, and nobody's clock runs
+            self.rounds = self.rig.rounds() if together else self.rounds
+            report(self.rank, event="step", method=self.name, **event)
+        self.sent = wire_bytes(self.interface) - before
+
+    def end(self) -> None:
+        """Say what came of it."""
+        plan = self.rig.plan()
+        told = {"seconds": self.seconds, "wire_bytes": self.sent, "plan": plan.to_json() if plan is not None else ""}
+        report(self.rank, event="done", method=self.name, **told)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,29 @@ import typer
 
 from gradwire.benchmarks import plot
 from gradwire.benchmarks.auto import Settings, draw, measure
-from gradwire.cli.output import JsonOption, errors, print_json, show, table
+from gradwire.cli.completion import complete_method, complete_task
+from gradwire.cli.output import JsonOption, errors, listed, print_json, show, table
 
 __all__ = ["auto"]
 
 
 def auto(
-    task: Annotated[str, typer.Option(help="digits or charlm.")] = Settings.task,
-    workers: Annotated[list[int] | None, typer.Option(help="Ranks, one a host; several times; 2 and 4.")] = None,
+    task: Annotated[str, typer.Option(help="digits or charlm.", autocompletion=complete_task)] = Settings.task,
+    workers: Annotated[
+        list[int] | None, typer.Option(help="Ranks, one a host; several times.", show_default=listed(Settings.workers))
+    ] = None,
     rates: Annotated[
-        list[str] | None, typer.Option("--rate", help="Links; several times; 100mbit, 1gbit and none. They need root.")
+        list[str] | None,
+        typer.Option("--rate", help="A link; several times. It needs root.", show_default=listed(Settings.rates)),
     ] = None,
     methods: Annotated[
-        list[str] | None, typer.Option("--method", help="Fixed methods, beside plain DDP; several times.")
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="A fixed method, beside plain DDP; several times.",
+            autocompletion=complete_method,
+            show_default=listed(Settings.methods),
+        ),
     ] = None,
     target_steps: Annotated[int, typer.Option(help="Plain DDP's steps to the loss to reach.")] = Settings.target_steps,
     timed_steps: Annotated[int, typer.Option(help="Steps of each fixed method that are timed.")] = Settings.timed_steps,
@@ -29,7 +39,15 @@ def auto(
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the ratios: .png, .svg or .pdf.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train with auto over shaped links to the loss that plain DDP reaches, and compare with every fixed method."""
+    """Compare auto with every fixed method, over shaped links.
+
+    auto is trained to the loss that plain DDP reaches, from its first step over the link; the fixed methods are timed.
+    Needs root, for the links.
+
+    Example:
+
+      $ sudo gradwire bench auto --workers 2 --rate 100mbit --repeats 1
+    """
     settings = Settings(
         task,
         tuple(workers or Settings.workers),
@@ -67,7 +85,7 @@ def auto(
     ]
     caption = (
         f"Seconds of {target_steps} steps. auto was trained over the link from its first step, {repeats} times: first "
-        f"is the training that had to find its plan. The others were timed over {timed_steps} steps. to loss: seconds "
+        f"is the training that had to find its plan. The others took turns with it, {timed_steps} steps each. to loss: seconds "
         "of auto to the validation loss that plain DDP has after these steps, over the best. loss: of auto after them, "
         "over plain DDP's; the mean of three validations, and of all trainings."
     )

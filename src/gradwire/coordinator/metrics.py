@@ -5,13 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Final
 
-from gradwire.errors import ConfigError
-
-__all__ = ["MetricsServer", "ServerMetrics"]
+__all__ = ["ServerMetrics"]
 
 _AGES: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -82,46 +79,3 @@ class ServerMetrics:
         for name, value in gauges.items():
             yield f"# TYPE gradwire_{name} gauge"
             yield f"gradwire_{name} {value:g}"
-
-
-class MetricsServer:
-    """``/metrics``, ``/health`` and ``/ready`` by HTTP, on a thread of its own."""
-
-    def __init__(self, address: str, metrics: Callable[[], str], ready: Callable[[], bool]) -> None:
-        host, _, port = address.rpartition(":")
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # whoever sends half a request does not hold a thread
-
-            def do_GET(self) -> None:
-                pages: dict[str, Callable[[], tuple[int, str]]] = {
-                    "/metrics": lambda: (200, metrics()),
-                    "/health": lambda: (200, "alive\n"),
-                    "/ready": lambda: (200, "ready\n") if ready() else (503, "not ready\n"),
-                }
-                page = pages.get(self.path.partition("?")[0])
-                status, text = page() if page is not None else (404, "there are /metrics, /health and /ready\n")
-                data = text.encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
-                pass
-
-        try:
-            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
-        except OSError as error:
-            raise ConfigError(f"`metrics` {address} cannot be had: {error.strerror or error}.") from None
-        self._server.daemon_threads = True
-        self.address = f"{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="gradwire-metrics")
-        self._thread.start()
-
-    def close(self) -> None:
-        """End it."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -15,13 +15,13 @@ from typing import Any, Final
 from torch import Tensor
 
 from gradwire.coordinator.host import Host
-from gradwire.coordinator.metrics import MetricsServer
 from gradwire.coordinator.protocol import grpc_module
 from gradwire.coordinator.protocol.parts import PART_BYTES, READ_CHUNKS
 from gradwire.coordinator.rules import OptimizerFactory
 from gradwire.coordinator.service import Service
 from gradwire.coordinator.settings import ServeSettings, is_loopback
 from gradwire.errors import ConfigError
+from gradwire.telemetry import MetricsServer
 
 __all__ = ["Server", "serve"]
 
