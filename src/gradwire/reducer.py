@@ -27,6 +27,7 @@ from gradwire.collectives import (
     PowerSGD,
     Reduced,
     Reduction,
+    Trace,
     agree,
     method,
 )
@@ -58,11 +59,21 @@ class Traffic:
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """When a bucket was handed over, and when its means were there: seconds after the end of the step before."""
+    """When a bucket was handed over, and when its means were there: seconds after the end of the step before.
+
+    The rest is what its reductions took and moved; small tensors of all buckets, which travel last, count to the last.
+    """
 
     names: tuple[str, ...]
-    ready_s: float
+    ready_s: float  # NaN if nobody knows when the step before ended
     done_s: float
+    method: str = ""  # how its large tensors travelled
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    dense_bytes: int = 0  # that a float32 ring all-reduce sends
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,8 @@ class _Step:
     small: dict[str, Tensor] = field(default_factory=dict)  # gradients, and then their means
     waiting: list[_Countdown] = field(default_factory=list)  # for the small tensors, which go with the last bucket
     carried: dict[str, Tensor] = field(default_factory=dict)  # what was added to gradients
+    traces: list[Trace] = field(default_factory=list)  # of the results
+    of_bucket: list[int] = field(default_factory=list)  # the bucket that each result is of
     buckets: list[tuple[tuple[str, ...], float]] = field(default_factory=list)  # when each was handed over
     ends: dict[int, float] = field(default_factory=dict)  # and when it was done, by its place
 
@@ -157,8 +170,9 @@ class GradientReducer:
     With ``hosts``, the host of each rank, what travels inside one is dense.
 
     :meth:`assign` lets parameters travel otherwise from the next step on. ``between`` is called before each step, with
-    its number and how the last one went, if that is known; all ranks do so, and it may talk to the others.
-    ``on_gradient`` is called with every gradient that is handed over, before it changes.
+    its number and how the last one went, if that is known; all ranks do so, and it may talk to the others. Those of
+    ``on_step`` are called with how a step went, or with None if it was not taken: when the next one begins, or by
+    :meth:`settle`. Those of ``on_gradient`` are called with every gradient that is handed over, before it changes.
 
     >>> import torch, gradwire
     >>> from gradwire.collectives.loopback import Alone
@@ -205,10 +219,12 @@ class GradientReducer:
         self._states: dict[str, State] = {}  # of parameters that no plan has yet
         self._methods: dict[str, Method] = dict.fromkeys(self.parameters, self.method)
         self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
+        self._labels: dict[tuple[str, ...], str] = {}  # of buckets
         self._end_of_step = math.nan
         self._times: StepTimes | None = None  # of the last step
         self.between: Callable[[int, StepTimes | None], None] | None = None
-        self.on_gradient: Callable[[str, Tensor], None] | None = None
+        self.on_step: list[Callable[[int, StepTimes | None], None]] = []
+        self.on_gradient: list[Callable[[str, Tensor], None]] = []
         self._scale = scale() if scale else 1.0
         self._step = 0
         self._open = False  # whether a bucket of the step is still to come
@@ -224,6 +240,11 @@ class GradientReducer:
     def traffic(self) -> Traffic:
         """Of the last step."""
         return self._now.traffic(self.peers.size) if self._now.results else self._traffic
+
+    def settle(self) -> None:
+        """Count the last step as taken now, not when the next one begins; nothing may be under way."""
+        if not self._open and all(future.done() for future in self._now.results):
+            self._take_step()
 
     def close(self) -> None:
         """End the threads, and the connections to other ranks if nothing is under way."""
@@ -261,9 +282,9 @@ class GradientReducer:
         now.buckets.append((tuple(names), time.perf_counter()))
         now.numel += sum(gradient.numel() for gradient in gradients)
         by_name = dict(zip(names, gradients, strict=True))
-        if self.on_gradient is not None:
+        for listener in self.on_gradient:
             for name, gradient in by_name.items():
-                self.on_gradient(name, gradient)
+                listener(name, gradient)
         for name in self._carry.keys() & by_name.keys():
             now.carried[name] = self._carry.pop(name)
             by_name[name].add_(now.carried[name].view(by_name[name].shape).to(by_name[name]))
@@ -335,7 +356,9 @@ class GradientReducer:
                 countdown(error)
 
         now.sections.append(section)
-        future = self._pipeline.submit(reduction(), here=isinstance(section.collective, Dense))
+        now.traces.append(trace := Trace())
+        now.of_bucket.append(len(now.buckets) - 1)
+        future = self._pipeline.submit(reduction(), here=isinstance(section.collective, Dense), trace=trace)
         now.results.append(future)
         future.add_done_callback(arrived)
 
@@ -358,20 +381,44 @@ class GradientReducer:
             section.next_state = None
         if not before.taken:
             self._carry |= before.carried
-        self._times = self._times_of(before)
+        times = self._times_of(before)
+        self._times = times if times is not None and not math.isnan(times.seconds) else None
         self._step += 1
+        for listener in self.on_step:
+            listener(self._step, times)
 
     def _times_of(self, before: _Step) -> StepTimes | None:
-        """None if it failed, or if nobody knows when the step before it ended."""
+        """None if it failed."""
         if not before.taken or len(before.ends) < len(before.buckets):
             self._end_of_step = math.nan
             return None
         after, self._end_of_step = self._end_of_step, max(before.ends.values())
-        if math.isnan(after):
-            return None
-        handed_over = enumerate(before.buckets)
-        times = [BucketTimes(names, ready - after, before.ends[n] - after) for n, (names, ready) in handed_over]
-        return StepTimes(self._step, tuple(times))
+        buckets = []
+        for number, (names, ready) in enumerate(before.buckets):
+            mine = [place for place, bucket in enumerate(before.of_bucket) if bucket == number]
+            done, traces = [before.results[place].result() for place in mine], [before.traces[place] for place in mine]
+            buckets.append(
+                BucketTimes(
+                    names,
+                    ready - after,
+                    before.ends[number] - after,
+                    self._method_of(names),
+                    sum(each.sent_bytes for each in done),
+                    sum(each.received_bytes for each in done),
+                    ring_bytes(sum(self.parameters[name].numel() for name in names), self.peers.size),
+                    sum(each.encode_s for each in traces),
+                    sum(each.wire_s for each in traces),
+                    sum(each.decode_s for each in traces),
+                )
+            )
+        return StepTimes(self._step, tuple(buckets))
+
+    def _method_of(self, names: tuple[str, ...]) -> str:
+        """How the large tensors of a bucket travel; remembered until one of them does otherwise."""
+        if names not in self._labels:
+            large = [name for name in names if is_large(self.parameters[name])]
+            self._labels[names] = ", ".join(dict.fromkeys(str(self._methods[n]) for n in large)) or "float32"
+        return self._labels[names]
 
     def _rescale(self) -> None:
         """Residuals are in units of the loss scale: they follow it."""
@@ -407,6 +454,7 @@ class GradientReducer:
         if not changed:
             return
         self._methods |= {name: wanted[name] for name in changed}
+        self._labels = {}
         for names in [names for names in self._plans if not changed.isdisjoint(names)]:
             changed |= set(names)
             for section in self._plans.pop(names):
@@ -550,7 +598,7 @@ class GradientReducer:
         if isinstance(state, Sequence):
             state = self._divided(state)
         self._check_state(state)
-        self._now, self._plans = _Step(), {}
+        self._now, self._plans, self._labels = _Step(), {}, {}
         assigned = {name: method(what) for name, what in state.get("assigned", {}).items()}
         self._methods = {**dict.fromkeys(self.parameters, self.method), **assigned}
         self._carry = {name: owed.clone() for name, owed in state.get("carried", {}).items()}

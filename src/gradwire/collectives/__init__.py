@@ -8,7 +8,7 @@ from gradwire.collectives.gather import Gather
 from gradwire.collectives.hierarchical import Hierarchical, find_hosts
 from gradwire.collectives.low_rank import LowRank
 from gradwire.collectives.peers import Peers, agree
-from gradwire.collectives.pipeline import Pipeline
+from gradwire.collectives.pipeline import Pipeline, Trace
 from gradwire.collectives.two_stage import TwoStage
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PowerSGD",
     "Reduced",
     "Reduction",
+    "Trace",
     "TwoStage",
     "agree",
     "connect",

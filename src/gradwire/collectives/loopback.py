@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gradwire.collectives.waiting import waiting
 from gradwire.errors import PeerError
 
 __all__ = ["Alone", "Loopback"]
@@ -80,7 +81,7 @@ class _Delivery:
 
     def receive(self, rank: int) -> Tensor:
         mail, key = self.peers.mail, (rank, self.peers.rank, self.tag)
-        with mail.arrived:
+        with waiting(), mail.arrived:
             if not mail.arrived.wait_for(lambda: mail.messages[key], self.peers.timeout_s):
                 raise PeerError(f"{self.what} failed: rank {rank} sent nothing for {self.peers.timeout_s:g} s.")
             data = mail.messages[key].popleft()

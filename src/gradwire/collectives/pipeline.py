@@ -7,20 +7,37 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from gradwire.collectives.base import Reduced, Reduction
+from gradwire.collectives.waiting import waited
 from gradwire.errors import ConfigError, NonFiniteError
 
-__all__ = ["Pipeline"]
-
-_Job: TypeAlias = tuple[Reduction, "Future[Reduced]"]
+__all__ = ["Pipeline", "Trace"]
 
 _PATIENCE_S = 2.0
 """For what is under way when a pipeline is closed: it may wait for a rank that is gone."""
+
+
+@dataclass
+class Trace:
+    """What a reduction took: work until its first messages were on their way, work after that, and waiting for others.
+
+    The owner's encode of a mean is work after that.
+    """
+
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    decode_s: float = 0.0
+
+
+_Job: TypeAlias = tuple[Reduction, "Future[Reduced]", Trace]
 
 
 class Pipeline:
@@ -47,18 +64,20 @@ class Pipeline:
         self._threads = torch.get_num_threads()
         _open.add(self)
 
-    def submit(self, reduction: Reduction, *, here: bool = False) -> Future[Reduced]:
+    def submit(self, reduction: Reduction, *, here: bool = False, trace: Trace | None = None) -> Future[Reduced]:
         """Start a reduction; its result, or its error, comes with the future.
 
-        With ``here`` its first part runs before this returns, on the thread of the caller.
+        With ``here`` its first part runs before this returns, on the thread of the caller. What it takes is added to
+        the ``trace``.
         """
         if self._closed:
             raise ConfigError("close() was called: nothing can be reduced any more.")
         future: Future[Reduced] = Future()
+        job = (reduction, future, trace or Trace())
         if here:
-            self._advance(0, (reduction, future))
+            self._advance(0, job)
         else:
-            self._pass(0, (reduction, future))
+            self._pass(0, job)
         return future
 
     def close(self) -> None:
@@ -89,11 +108,12 @@ class Pipeline:
 
     def _advance(self, stage: int, job: _Job) -> None:
         """Run one stage of a reduction, and hand it to the next."""
-        reduction, future = job
+        reduction, future, trace = job
         try:
             if self._error is not None:
                 raise self._error
-            next(reduction)
+            with _traced(trace, first=stage == 0):
+                next(reduction)
         except StopIteration as stop:
             future.set_result(stop.value)
         except BaseException as error:
@@ -102,6 +122,21 @@ class Pipeline:
             future.set_exception(error)
         else:
             self._pass(stage + 1, job)
+
+
+@contextmanager
+def _traced(trace: Trace, *, first: bool) -> Iterator[None]:
+    started, before = time.perf_counter(), waited()
+    try:
+        yield
+    finally:
+        blocked = waited() - before
+        worked = time.perf_counter() - started - blocked
+        trace.wire_s += blocked
+        if first:
+            trace.encode_s += worked
+        else:
+            trace.decode_s += worked
 
 
 _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from gradwire.collectives.peers import Swap, agree
+from gradwire.collectives.waiting import waiting
 from gradwire.errors import PeerError
 
 __all__ = ["ProcessPeers", "SilentError", "store"]
@@ -76,7 +77,8 @@ class ProcessPeers(ABC):
         def wait() -> None:
             try:
                 if work is not None:
-                    work.wait(timedelta(seconds=self.timeout_s))
+                    with waiting():
+                        work.wait(timedelta(seconds=self.timeout_s))
                 if x.device.type == "cuda":
                     torch.cuda.current_stream(x.device).synchronize()
             except RuntimeError as error:

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.processes import ProcessPeers, SilentError, store
+from gradwire.collectives.waiting import waiting
 from gradwire.errors import PeerError
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class _Messages:
 
     def receive(self, rank: int) -> Tensor:
         try:
-            data = self.peers.connections.receive(rank, self.tag, self.peers.timeout_s)
+            with waiting():
+                data = self.peers.connections.receive(rank, self.tag, self.peers.timeout_s)
         except RuntimeError as error:
             raise self.peers.blame(rank, error, self.what) from error
         if data is None:
@@ -139,7 +141,8 @@ class _Messages:
             self.receive(rank)
         for rank, ticket in self.tickets.items():
             try:
-                gone = self.peers.connections.flush(rank, ticket, self.peers.timeout_s)
+                with waiting():
+                    gone = self.peers.connections.flush(rank, ticket, self.peers.timeout_s)
             except RuntimeError as error:
                 raise self.peers.blame(rank, error, self.what) from error
             if not gone:

@@ -140,7 +140,8 @@ class Autopilot:
 
     def hold(self, what: str) -> None:
         """Plan no more; from the next step on everything travels by one method. Every rank calls it."""
-        self.reducer.between = self.reducer.on_gradient = None
+        self.reducer.between = None
+        self._stop_capture()
         self.reducer.assign(dict.fromkeys(self.reducer.parameters, what))
 
     # Between steps. Whatever is decided here follows from the number of steps, and from what all ranks were told.
@@ -203,7 +204,12 @@ class Autopilot:
     def _start_capture(self) -> None:
         """Keep some of the next gradients of this rank, to try methods on."""
         self._sample, self._captured = frozenset(name for bucket in self._layout() for name in bucket.sample), []
-        self.reducer.on_gradient = self._keep
+        self._stop_capture()
+        self.reducer.on_gradient.append(self._keep)
+
+    def _stop_capture(self) -> None:
+        if self._keep in self.reducer.on_gradient:
+            self.reducer.on_gradient.remove(self._keep)
 
     def _keep(self, name: str, gradient: Tensor) -> None:
         if name in self._sample:
@@ -221,7 +227,8 @@ class Autopilot:
         None if something was not: a gradient that held NaN or Inf, or that nobody computed.
         """
         peers, buckets = self.reducer.peers, self._layout()
-        self.reducer.on_gradient, captured = None, self._captured
+        self._stop_capture()
+        captured = self._captured
         self._captured, self._sample = [], frozenset()
         pairs = [(place, what) for what in methods if what != DENSE for place in range(len(buckets))]
         found: dict[str, Any] = {}
