@@ -70,6 +70,7 @@ from gradwire.sharding import (
     StragglerPolicy,
     with_retries,
 )
+from gradwire.telemetry import Telemetry
 from gradwire.transforms import for_training
 from gradwire.wire import Key, Payload, TensorSpec
 
@@ -135,6 +136,7 @@ __all__ = [
     "StaleGradientError",
     "Staleness",
     "StragglerPolicy",
+    "Telemetry",
     "TensorSpec",
     "WireError",
     "best_codec",

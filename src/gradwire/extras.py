@@ -15,9 +15,9 @@ EXTRAS: Final = {
     "spark": ("pyspark", "pandas", "pyarrow"),
     "lightning": ("lightning",),
     "accelerate": ("accelerate", "transformers"),
-    "serve": ("grpc", "google.protobuf", "tomli"),
-    "dash": ("starlette", "uvicorn"),
+    "serve": ("grpc", "google.protobuf"),
     "bench": ("sklearn", "matplotlib"),
+    "track": ("tensorboard", "mlflow", "wandb"),
 }
 """Extra -> the packages it brings, by import name; ``pyproject.toml`` has their versions."""
 

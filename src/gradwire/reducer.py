@@ -438,6 +438,18 @@ class GradientReducer:
         """How each parameter travels, unless it is so small that it goes with others in float32."""
         return {name: str(how) for name, how in self._methods.items()}
 
+    def travels_as(self, name: str) -> str:
+        """How a parameter travels, by its method alone."""
+        return str(self._methods[name])
+
+    def residual_norm(self, name: str) -> float | None:
+        """The norm of what error feedback keeps back of a parameter on this rank; None if nothing is."""
+        for section in (section for plan in self._plans.values() for section in plan if name in section.names):
+            state = section.states().get(name)
+            if state and (state.keys() & {"residual", "unsent"}):
+                return float(_owed(state, self.parameters[name].numel(), 1).norm())
+        return None
+
     def assign(self, methods: Mapping[str, str | Method]) -> None:
         """Let parameters travel by other methods from the next step on; every rank does so before the same step.
 

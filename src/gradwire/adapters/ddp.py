@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.adapters.watch import Watch
 from gradwire.collectives import Method, Peers, connect, find_hosts
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
 from gradwire.planner import FIRST, Auto, Autopilot, Event, Plan
 from gradwire.reducer import GradientReducer, Traffic
+from gradwire.telemetry import Telemetry
 
 __all__ = ["Compression", "compress"]
 
@@ -35,6 +38,7 @@ def compress(
     scaler: _Scaler | None = None,
     timeout_s: float = 300.0,
     hierarchical: bool = False,
+    telemetry: Telemetry | str | Path | None = None,
 ) -> "Compression":
     """Let a DDP model exchange its gradients in a codec. The training loop stays as it is.
 
@@ -47,6 +51,9 @@ def compress(
     it looks again when steps take longer or shorter (:class:`~gradwire.Auto` has its settings). ``codec="dense"`` is
     DDP's own all-reduce. With ``hierarchical`` ranks of one host sum their gradients in float32
     first, and only what travels between hosts is compressed.
+
+    ``telemetry`` is the folder of a run, to which every rank writes what it does (``gradwire dash`` shows it), or a
+    :class:`~gradwire.Telemetry` with sinks of your choice; tell it losses by ``compression.observe_loss``.
 
     Every rank must call it, after wrapping the model. A rank that is gone or stuck for ``timeout_s`` is named by an
     error on all others, out of ``backward``. The result has the residuals' ``state_dict()``; save it with the model's.
@@ -72,6 +79,7 @@ def compress(
             raise ConfigError(f"`{name}` must be True or False; got {flag!r}.")
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise ConfigError(f"`scaler` must be a torch.amp.GradScaler; got {type(scaler).__name__}.")
+    watched = Telemetry.of(telemetry)
     peers = connect(model.process_group, timeout_s=timeout_s)
     hosts = find_hosts(peers, tag=1)  # asked by all, so that ranks that want it differently learn so
     auto = Auto() if codec == "auto" else codec if isinstance(codec, Auto) else None
@@ -87,6 +95,8 @@ def compress(
         label="auto" if auto is not None else None,
     )
     compression = Compression(reducer, Autopilot(reducer, auto, reducer.hosts) if auto is not None else None)
+    if watched is not None:
+        compression.watch(watched, own=watched is not telemetry)
     model.register_comm_hook(compression, _hook)
     return compression
 
@@ -102,6 +112,14 @@ class Compression:
         self._reducer, self._autopilot = reducer, autopilot
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in reducer.parameters.items()}
         self._error: BaseException | None = None
+        self._watch: Watch | None = None
+        self.telemetry: Telemetry | None = None
+        """Where records go, for more of them: ``compression.telemetry.record("validation", step=100, loss=0.3)``."""
+        self._own = False  # whether nobody else closes it
+
+    def watch(self, telemetry: Telemetry, *, own: bool = False) -> None:
+        """Tell a telemetry what happens from now on; with ``own``, :meth:`close` closes it too."""
+        self._watch, self.telemetry, self._own = Watch(self._reducer, telemetry, self._autopilot), telemetry, own
 
     @property
     def method(self) -> str:
@@ -119,7 +137,9 @@ class Compression:
         return self._autopilot.events if self._autopilot is not None else []
 
     def observe_loss(self, loss: float) -> None:
-        """Tell ``auto`` the loss of a step: if it rises out of its band, gradients travel more exactly."""
+        """Tell ``auto`` the loss of a step, and the telemetry: if it rises, gradients travel more exactly."""
+        if self._watch is not None:
+            self._watch.loss = loss
         if self._autopilot is not None:
             self._autopilot.observe_loss(loss)
 
@@ -195,9 +215,17 @@ class Compression:
         if error is not None:
             raise error
 
+    def settle(self) -> None:
+        """Tell the telemetry of the last step, which nothing follows; :meth:`close` does so too."""
+        if self._watch is not None:
+            self._watch.settle()
+
     def close(self) -> None:
         """End the threads and connections; the model can no longer be trained."""
+        self.settle()
         self._reducer.close()
+        if self.telemetry is not None and self._own:
+            self.telemetry.close()
 
 
 def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:

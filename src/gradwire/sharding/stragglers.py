@@ -58,6 +58,7 @@ class Stragglers:
     dropped: int = 0  # gradients of a partition in a step that were left out
     stale: int = 0  # weights of a partition in a step that were not there in time
     abandoned: int = 0  # steps
+    on_late: Callable[[str, int, int], None] | None = None  # told what, of whom, and the step
     _last: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def count(self, what: Literal["dropped", "stale"], source: int, step: int) -> None:
@@ -65,6 +66,8 @@ class Stragglers:
         if self._last.get((what, source)) != step:
             self._last[what, source] = step
             setattr(self, what, getattr(self, what) + 1)
+            if self.on_late is not None:
+                self.on_late(what, source, step)
 
     def patience_s(self) -> float | None:
         """How long to wait for a block; None for as long as it takes."""

@@ -10,7 +10,8 @@ import json
 import sys
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters import compress
+from gradwire.adapters.watch import facts
 from gradwire.collectives.rank import report, run_rank
 from gradwire.errors import PeerError
 from gradwire.optim import GradientCompressionOptimizer, OptimizationData, ShardingConfiguration
 from gradwire.tasks import TASKS, Task
+from gradwire.telemetry import Telemetry
 
 __all__ = ["Settings", "main"]
 
@@ -42,6 +45,8 @@ class Settings:
     stage: int = 1
     checkpoints: str | None = None  # a folder
     checkpoint_every: int = 50
+    run_folder: str | None = None  # for telemetry
+    about: dict[str, Any] = field(default_factory=dict)  # what else its records say of the run
 
 
 def main() -> None:
@@ -55,30 +60,43 @@ def _train(settings: Settings, rank: int, ranks: int) -> None:
     task = TASKS[settings.task](seed=settings.seed, **chosen)
     task.load()
     model = task.model()
-    started = time.perf_counter()
-    (_with_ddp if settings.ratio is None else _with_sharded_optimizer)(settings, task, model, rank, ranks)
-    seconds = time.perf_counter() - started
-    reached = task.validate(model)
-    _check_replicas(model, ranks)
+    total = settings.steps or settings.epochs * task.steps(ranks)
+    with Telemetry(*([settings.run_folder] if settings.run_folder else [])) as telemetry:
+        codec = f"sharded {settings.ratio}" if settings.ratio is not None else settings.codec
+        about = {"settings": {**asdict(settings), **settings.about}, **facts(dict(model.named_parameters()))}
+        telemetry.start(rank=rank, ranks=ranks, codec=codec, steps=total, **about)
+        started = time.perf_counter()
+        train = _with_ddp if settings.ratio is None else _with_sharded_optimizer
+        train(settings, task, model, rank, ranks, total, telemetry)
+        seconds = time.perf_counter() - started
+        reached = task.validate(model)
+        telemetry.record("validation", step=total, loss=reached.loss, accuracy=reached.accuracy)
+        _check_replicas(model, ranks)
     report(rank, event="done", test_loss=reached.loss, test_accuracy=reached.accuracy, seconds=seconds)
 
 
-def _start(settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int, codec: str) -> int:
-    """Say what is going to happen; the number of steps."""
-    total = settings.steps or settings.epochs * task.steps(ranks)
+def _start(model: nn.Module, rank: int, ranks: int, total: int, codec: str) -> None:
+    """Say what is going to happen."""
     parameters = sum(p.numel() for p in model.parameters())
     report(rank, event="start", steps=total, ranks=ranks, parameters=parameters, codec=codec)
-    return total
 
 
-def _with_ddp(settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int) -> None:
+def _with_ddp(
+    settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int, total: int, telemetry: Telemetry
+) -> None:
     optimizer = task.optimizer(model)
     replica = DistributedDataParallel(model)
     compression = compress(
-        replica, settings.codec, seed=settings.seed, feedback=settings.feedback, timeout_s=settings.timeout_s
+        replica,
+        settings.codec,
+        seed=settings.seed,
+        feedback=settings.feedback,
+        timeout_s=settings.timeout_s,
+        telemetry=telemetry,
     )
+    _start(model, rank, ranks, total, compression.method)
     told = 0  # of what ``auto`` did
-    for step in range(_start(settings, task, model, rank, ranks, compression.method)):
+    for step in range(total):
         inputs, targets = task.batch(step, rank, ranks)
         optimizer.zero_grad()
         loss = task.loss(replica, inputs, targets)
@@ -92,9 +110,12 @@ def _with_ddp(settings: Settings, task: Task, model: nn.Module, rank: int, ranks
         told = len(compression.events)
     if compression.plan is not None:
         report(rank, event="plan", plan=compression.plan.to_json())
+    compression.settle()
 
 
-def _with_sharded_optimizer(settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int) -> None:
+def _with_sharded_optimizer(
+    settings: Settings, task: Task, model: nn.Module, rank: int, ranks: int, total: int, telemetry: Telemetry
+) -> None:
     assert settings.ratio is not None
     config = ShardingConfiguration(
         stage=settings.stage,  # type: ignore[arg-type]
@@ -103,21 +124,27 @@ def _with_sharded_optimizer(settings: Settings, task: Task, model: nn.Module, ra
         timeout_s=settings.timeout_s,
     )
     optimizer = GradientCompressionOptimizer(task.optimizer(model), config, settings.ratio)
+    optimizer.stragglers.on_late = lambda what, whose, step: telemetry.record("drop", step=step, rank=whose, what=what)
+    _start(model, rank, ranks, total, optimizer.method)
+    clock = time.perf_counter()
 
     def tell(step: int, loss: float) -> None:
-        moved = optimizer.traffic
+        nonlocal clock
+        moved, before, clock = optimizer.traffic, clock, time.perf_counter()
         traffic = {
             "sent_bytes": moved.gradient_bytes + moved.weight_bytes,
             "dense_sent_bytes": moved.dense_gradient_bytes + moved.dense_weight_bytes,
         }
         report(rank, event="step", step=step, epoch=(step - 1) // task.steps(ranks), loss=loss, **traffic)
+        sent = {"sent": traffic["sent_bytes"], "dense": traffic["dense_sent_bytes"]}
+        telemetry.step(step, loss=loss, seconds=round(clock - before, 6), **sent)
 
     optimizer.optimize(
         OptimizationData(
             model,
             loss=lambda model, batch: task.loss(model, *batch),
             batches=lambda step: task.batch(step, rank, ranks),
-            steps=_start(settings, task, model, rank, ranks, optimizer.method),
+            steps=total,
             checkpoints=settings.checkpoints,
             checkpoint_every=settings.checkpoint_every,
             on_step=tell,
