@@ -9,7 +9,7 @@ GROUPS := tests/adapters tests/optim
 # Those that need Ray, Spark, Lightning, Accelerate and Transformers.
 ENGINES := tests/engines
 
-.PHONY: train test test-clusters test-hard test-triton lint bench docs golden sanitize setup clean
+.PHONY: train test test-clusters test-hard test-triton lint bench docs dist golden sanitize setup clean
 
 setup: $(READY)
 
@@ -68,6 +68,11 @@ test-hard: $(READY)  ## the coordinator's service: 200 times kill -9 under load,
 
 docs: $(READY)  ## the site, into site/
 	$(BIN)/mkdocs build --strict
+
+dist: $(READY)  ## wheel and source release into dist/, each installed into an empty environment and tried there; minutes
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m tests.release.check
 
 golden: $(READY)  ## freeze the bytes of codecs that have no golden file yet; old ones are never rewritten
 	$(BIN)/python -m tests.golden.freeze

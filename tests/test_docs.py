@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,75 @@ def test_the_codec_of_the_docs_is_short_and_the_conformance_suite_picks_it_up(tm
     )
     assert run.returncode == 0, run.stdout
     assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 60
+
+
+def test_the_program_of_the_first_page_trains_two_workers_in_4_bits(tmp_path):
+    (program,) = blocks(ROOT / "docs" / "start.md", "py")
+    (tmp_path / "train.py").write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    run = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    found = [(float(loss), float(sent)) for loss, sent in re.findall(r"loss (\S+), sent (\S+) of float32", run.stdout)]
+    assert len(found) == 4
+    assert found[-1][0] < found[0][0] / 2
+    assert all(0.12 < sent < 0.14 for _, sent in found)
+
+
+def test_tests_that_are_named_exist():
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (ROOT / "docs" / "faq.md").read_text())
+    assert len(named) > 15
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+# The built site.
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+PUBLIC = ("gradwire", "gradwire.clusters", "gradwire.lab", "gradwire.telemetry")
+
+
+def test_every_public_name_has_an_entry_in_the_reference(site):
+    reference = "".join(page.read_text() for page in (site / "api").rglob("*.html"))
+    entries = set(re.findall(r'<h2 id="([\w.]+)"', reference))
+    names = {f"{module}.{name}" for module in PUBLIC for name in import_module(module).__all__}
+    assert len(names) > 70
+    assert not names - entries, "add `::: NAME` to a page of docs/api"
+
+
+def test_docstrings_of_the_reference_are_not_left_as_they_are_written(site):
+    """Roles and doctests are reStructuredText, and the pages are not."""
+    for page in (site / "api").rglob("*.html"):
+        text = page.read_text()
+        assert not re.search(r":(class|func|meth|mod|data):", text), page
+        assert "<blockquote>" not in text, page
+    training = (site / "api" / "training" / "index.html").read_text()
+    assert re.search(r'<a[^>]*href="#gradwire.Auto"[^>]*><code>Auto</code></a>', training)
+
+
+def test_no_page_loads_anything_from_outside(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(
+            r"<(?:script|img|iframe|source|video|audio|embed|object)\b[^>]*?\b(?:src|data)=[\"']?([^\"'\s>]+)", text
+        )
+        loaded += re.findall(r"<link\b[^>]*?\bhref=[\"']?([^\"'\s>]+)", text)
+        assert loaded, page
+        for target in loaded:
+            assert not re.match(r"(?:\w+:)?//", target), f"{page.relative_to(site)} loads {target}"
+            file = target.split("?")[0].split("#")[0]
+            where = site if file.startswith("/") else page.parent
+            assert not file or (where / file.lstrip("/")).exists(), f"{page.relative_to(site)}: no {target}"
+    for style in [*site.rglob("*.css"), *site.rglob("*.svg")]:
+        found = re.findall(r"(?:url\([\"']?|@import [\"']?|href=[\"'])(https?://[^\"')]+)", style.read_text())
+        assert not found, f"{style.relative_to(site)} loads {found}"

@@ -4,9 +4,39 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
-__all__ = ["lock_folder", "sync_folder", "write_whole"]
+from gradwire.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["lock_folder", "read_toml", "sync_folder", "write_whole"]
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The table of a file in TOML.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder) / "a.toml"
+    ...     _ = file.write_text("[train]\\nworkers = 4")
+    ...     read_toml(file)
+    {'train': {'workers': 4}}
+    """
+    try:
+        table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from None
+    return table
 
 
 def write_whole(path: Path, data: bytes) -> None:

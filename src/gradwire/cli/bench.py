@@ -26,6 +26,8 @@ from gradwire.cli import (
     bench_stragglers,
     bench_train,
 )
+from gradwire.cli.completion import complete_codec
+from gradwire.cli.manual import EXIT_STATUS, command, manual
 from gradwire.cli.output import JsonOption, errors, print_json, show, table
 from gradwire.codecs import Codec, codec, registered
 from gradwire.codecs.sparse import Sparse, index_nbytes
@@ -37,7 +39,21 @@ from gradwire.wire import TensorSpec
 __all__ = ["bench"]
 
 bench = typer.Typer(
-    help="Measure: what codecs weigh, how fast they are here, and what training gains.", no_args_is_help=True
+    help=manual(
+        """Measure what codecs weigh, how fast they are here, and what training gains.
+
+        Everything is timed beside what people use today, all contenders in turns in one run. Those that take --rate
+        make links of that rate for their ranks (a lab), which needs Linux and root. All have --json.
+
+        Examples:
+
+          $ gradwire bench codecs --bytes
+          $ gradwire bench codecs --quick
+          $ sudo gradwire bench train --rate 100mbit --method ddp --method int4
+        """
+    ),
+    epilog=EXIT_STATUS,
+    no_args_is_help=True,
 )
 
 _MOST_ELEMENTS: Final = 100_000_000
@@ -45,63 +61,78 @@ _CHAINS: Final = ("topk:0.001", "topk:0.01+int8", "topk:0.01+int4", "blocktopk:0
 _CHAINS_SIZED: Final = (*_CHAINS, "threshold:1+int8", "lowrank:16", "lowrank:16+int8", "rotate(int4)", "rotate(int3)")
 _QUICK_ELEMENTS: Final = 1 << 18
 _QUICK_ROUNDS: Final = 3
+_SPEED: Final = "Speed"
 
 
-@bench.callback()
-def _group() -> None:
-    pass
-
-
-bench.command("train")(bench_train.train)
-bench.command("coordinator")(bench_coordinator.coordinator)
-bench.command("exchange")(bench_exchange.exchange)
-bench.command("plan")(bench_plan.plan)
-bench.command("drift")(bench_plan.drift)
-bench.command("auto")(bench_auto.auto)
-bench.command("rounds")(bench_rounds.rounds)
-bench.command("stragglers")(bench_stragglers.stragglers)
-
-
-@bench.command("codecs")
 def codecs(
     sizes: Annotated[bool, typer.Option("--bytes", help="Sizes instead of speed.")] = False,
     elements: Annotated[
         int | None,
         typer.Option(
-            help="Elements of the tensor. With --bytes 1,000,000, as a square matrix; for speed 25,000,000, on CUDA "
-            "134,217,728, and down to whole blocks of 1024.",
-            show_default=False,
+            help="Elements of the tensor: with --bytes as a square matrix, for speed down to whole blocks of 1024.",
+            show_default="1,000,000 with --bytes; 25,000,000; on CUDA 134,217,728",
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--codec", help="Only this codec; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            "--codec",
+            help="Only this codec; may be given several times.",
+            autocompletion=complete_codec,
+            show_default="all",
+        ),
     ] = None,
     groups: Annotated[
-        list[str] | None, typer.Option("--op", help=f"Only these operations: {', '.join(GROUPS)}; several times.")
+        list[str] | None,
+        typer.Option(
+            "--op",
+            help=f"Only this operation: {', '.join(GROUPS)}; several times.",
+            rich_help_panel=_SPEED,
+            show_default="all",
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel=_SPEED)] = "cpu",
     threads: Annotated[
-        list[int] | None, typer.Option(help="Threads on the CPU, 1 unless given; several times: the scaling too.")
+        list[int] | None,
+        typer.Option(
+            help="Threads on the CPU; several times: the scaling too.", rich_help_panel=_SPEED, show_default="1"
+        ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Timed rounds over everything, 11 unless given.")] = None,
-    no_compile: Annotated[bool, typer.Option("--no-compile", help="Without the peers under torch.compile.")] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Timed rounds over everything.", rich_help_panel=_SPEED, show_default=f"{Settings.rounds}"),
+    ] = None,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Without the peers under torch.compile.", rich_help_panel=_SPEED)
+    ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Seconds instead of minutes: small, 3 rounds, nothing compiled.")
+        bool,
+        typer.Option(
+            "--quick", help="Seconds instead of minutes: small, 3 rounds, nothing compiled.", rich_help_panel=_SPEED
+        ),
     ] = False,
     picture: Annotated[
         Path | None,
         typer.Option(
             "--plot",
-            help="Also draw the times, at the first number of threads, into this file (.png, .svg, .pdf).",
-            show_default=False,
+            help="Also draw the times, at the first number of threads: .png, .svg or .pdf.",
+            rich_help_panel=_SPEED,
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Every codec on one tensor: bits an element with all metadata, or speed beside its peers and a copy.
+    """Weigh every codec on one tensor, or time it beside its peers and a copy.
+
+    Sizes, with --bytes: bits an element with all metadata, and the error of one encode.
 
     Speed: each operation of ours, then what a practitioner would use instead: plain torch, the same compiled, and
-    torchao and bitsandbytes where they are installed.
+    torchao and bitsandbytes where they are installed. Minutes; seconds with --quick.
+
+    Examples:
+
+      $ gradwire bench codecs --bytes
+      $ gradwire bench codecs --quick --codec int4 --op encode
+      $ gradwire bench codecs --threads 1 --threads 2 --plot speed.png
     """
     if sizes:
         speed_only = {"--op": groups, "--threads": threads, "--rounds": rounds, "--plot": picture, "--quick": quick}
@@ -140,6 +171,17 @@ def codecs(
             _scaling(report)
     if picture is not None:
         plot.draw(report, picture)
+
+
+command(bench, "codecs")(codecs)
+command(bench, "train")(bench_train.train)
+command(bench, "auto")(bench_auto.auto)
+command(bench, "rounds")(bench_rounds.rounds)
+command(bench, "stragglers")(bench_stragglers.stragglers)
+command(bench, "exchange")(bench_exchange.exchange)
+command(bench, "plan")(bench_plan.plan)
+command(bench, "drift")(bench_plan.drift)
+command(bench, "coordinator")(bench_coordinator.coordinator)
 
 
 def _square(elements: int) -> TensorSpec:

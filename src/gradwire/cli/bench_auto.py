@@ -85,8 +85,9 @@ def auto(
     ]
     caption = (
         f"Seconds of {target_steps} steps. auto was trained over the link from its first step, {repeats} times: first "
-        f"is the training that had to find its plan. The others took turns with it, {timed_steps} steps each. to loss: seconds "
-        "of auto to the validation loss that plain DDP has after these steps, over the best. loss: of auto after them, "
+        f"is the training that had to find its plan. The others took turns with it, {timed_steps} steps each. "
+        "to loss: seconds of auto to the validation loss that plain DDP has after these steps, over the best. loss: of "
+        "auto after them, "
         "over plain DDP's; the mean of three validations, and of all trainings."
     )
     show(table(settings.task, columns, rows, caption))

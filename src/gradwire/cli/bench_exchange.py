@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from gradwire.benchmarks.exchange import Settings, measure
-from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
+from gradwire.cli.completion import complete_codec
+from gradwire.cli.output import JsonOption, errors, listed, print_json, show, size, table
 
 __all__ = ["exchange"]
 
@@ -16,13 +17,31 @@ __all__ = ["exchange"]
 def exchange(
     workers: Annotated[int, typer.Option(help="Ranks, one a host.")] = 4,
     rates: Annotated[
-        list[str] | None, typer.Option("--rate", help="Links, e.g. 100mbit; several times. They need root.")
+        list[str] | None,
+        typer.Option(
+            "--rate", help="A link, e.g. 100mbit; several times. It needs root.", show_default=listed(Settings.rates)
+        ),
     ] = None,
-    codecs: Annotated[list[str] | None, typer.Option("--codec", help="Several times; int8 and int4.")] = None,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--codec",
+            help="May be given several times.",
+            autocompletion=complete_codec,
+            show_default=listed(Settings.codecs),
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 7,
     as_json: JsonOption = False,
 ) -> None:
-    """Time the exchange in two stages over shaped links, beside gloo's own all_to_all of as many bytes."""
+    """Time the exchange of gradients over shaped links, beside gloo's all_to_all of as many bytes.
+
+    How much of a link's rate is used by the exchange in two stages, encoding and decoding included. Needs root.
+
+    Example:
+
+      $ sudo gradwire bench exchange --workers 2 --rate 1gbit --codec int4
+    """
     settings = Settings(workers, tuple(rates or Settings.rates), tuple(codecs or Settings.codecs), rounds)
     with errors.status("starting") as status:
         found = measure(settings, status.update)

@@ -10,7 +10,8 @@ import typer
 from gradwire.benchmarks import drift as drifting
 from gradwire.benchmarks import plans
 from gradwire.benchmarks.plan_plot import draw_predictions
-from gradwire.cli.output import JsonOption, console, errors, print_json, show, table
+from gradwire.cli.completion import complete_task
+from gradwire.cli.output import JsonOption, console, errors, listed, print_json, show, table
 
 __all__ = ["drift", "plan"]
 
@@ -18,17 +19,38 @@ PlotOption = Annotated[Path | None, typer.Option(help="Draw it: .png, .svg or .p
 
 
 def plan(
-    tasks: Annotated[list[str] | None, typer.Option("--task", help="Several times; digits and charlm.")] = None,
-    workers: Annotated[list[int] | None, typer.Option(help="Ranks, one a host; several times; 2, 4 and 8.")] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            help="What to train; several times.",
+            autocompletion=complete_task,
+            show_default=listed(plans.Settings.tasks),
+        ),
+    ] = None,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(help="Ranks, one a host; several times.", show_default=listed(plans.Settings.workers)),
+    ] = None,
     rates: Annotated[
-        list[str] | None, typer.Option("--rate", help="Links, e.g. 100mbit, or none; several times. They need root.")
+        list[str] | None,
+        typer.Option(
+            "--rate", help="A link, or none; several times. It needs root.", show_default=listed(plans.Settings.rates)
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds over all methods.")] = plans.Settings.rounds,
     steps: Annotated[int, typer.Option(help="Timed steps of a method in a round.")] = plans.Settings.steps,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the step times that ``auto`` expects of each method with those that are measured."""
+    """Compare the step times that auto expects of each method with those that are measured.
+
+    Needs root, for the links.
+
+    Example:
+
+      $ sudo gradwire bench plan --task digits --workers 2 --rate 100mbit
+    """
     default = plans.Settings
     settings = plans.Settings(
         tuple(tasks or default.tasks), tuple(workers or default.workers), tuple(rates or default.rates), rounds, steps
@@ -60,16 +82,28 @@ def plan(
 
 
 def drift(
-    task: Annotated[str, typer.Option(help="digits or charlm.")] = drifting.Settings.task,
+    task: Annotated[str, typer.Option(help="digits or charlm.", autocompletion=complete_task)] = drifting.Settings.task,
     workers: Annotated[int, typer.Option(help="Ranks, one a host.")] = drifting.Settings.workers,
     rates: Annotated[
-        list[str] | None, typer.Option("--rate", help="Links, one after the other; 1gbit, then 50mbit. They need root.")
+        list[str] | None,
+        typer.Option(
+            "--rate",
+            help="A link; several times: one after the other. They need root.",
+            show_default=listed(drifting.Settings.rates),
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps at each rate.")] = drifting.Settings.steps,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Change the rate of all links under a training, and see how soon ``auto`` follows."""
+    """Change the rate of all links under a training, and see how soon auto follows.
+
+    Needs root, for the links.
+
+    Example:
+
+      $ sudo gradwire bench drift --rate 1gbit --rate 50mbit --steps 100
+    """
     settings = drifting.Settings(task, workers, tuple(rates or drifting.Settings.rates), steps)
     with errors.status("starting") as status:
         report = drifting.measure(settings, status.update)

@@ -8,18 +8,23 @@ from typing import Annotated
 import typer
 
 from gradwire.benchmarks.rounds import Settings, draw, measure
-from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
+from gradwire.cli.completion import complete_task
+from gradwire.cli.output import JsonOption, errors, listed, print_json, show, size, table
 
 __all__ = ["rounds"]
 
 
 def rounds(
-    task: Annotated[str, typer.Option(help="digits or charlm.")] = Settings.task,
+    task: Annotated[str, typer.Option(help="digits or charlm.", autocompletion=complete_task)] = Settings.task,
     workers: Annotated[int, typer.Option(help="Ranks, one a host.")] = Settings.workers,
     rate: Annotated[str, typer.Option(help="Of every link. It needs root.")] = Settings.rate,
     methods: Annotated[
         list[str] | None,
-        typer.Option("--method", help="accumulate, localsgd, diloco or demo, with options; several times."),
+        typer.Option(
+            "--method",
+            help="accumulate, localsgd, diloco or demo, with options; several times.",
+            show_default=listed(Settings.methods),
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of each.")] = Settings.steps,
     target_steps: Annotated[int, typer.Option(help="Plain DDP's steps to the loss to reach.")] = Settings.target_steps,
@@ -28,7 +33,14 @@ def rounds(
     plot: Annotated[Path | None, typer.Option(help="Draw losses: .png, .svg or .pdf.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train by methods that talk less often to the loss that plain DDP reaches, and compare time and bytes."""
+    """Compare methods that talk less often with plain DDP: time and bytes to its loss.
+
+    Each is trained over the link from first to last; plain DDP for a few steps, for its step time. Needs root.
+
+    Example:
+
+      $ sudo gradwire bench rounds --task digits --steps 60 --target-steps 30
+    """
     chosen = tuple(methods or Settings.methods)
     settings = Settings(task, workers, rate, chosen, steps, target_steps, ddp_steps, seed)
     with errors.status("starting") as status:

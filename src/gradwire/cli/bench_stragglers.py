@@ -20,7 +20,14 @@ def stragglers(
     rounds: Annotated[int, typer.Option(help="Rounds over all ways.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Train with one rank stopped for a while, at a random moment: left out by the policy, or waited for."""
+    """See what a rank that stands still costs: left out by the policy, or waited for.
+
+    The digits CNN with the sharded optimizer; one rank is stopped for a while, at a random moment.
+
+    Example:
+
+      $ gradwire bench stragglers --workers 2 --steps 100 --pause 2 --rounds 1
+    """
     settings = Settings(workers, steps, pause, rounds)
     with errors.status("starting") as status:
         found = measure(settings, status.update)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.table import Table
@@ -12,44 +12,74 @@ from rich.table import Table
 from gradwire.benchmarks import plot, training_plot
 from gradwire.benchmarks.hooks import PEERS
 from gradwire.benchmarks.training import OURS, Settings, TrainingReport, earlier_report, measure
-from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
+from gradwire.cli.completion import complete_method, complete_task
+from gradwire.cli.output import JsonOption, errors, listed, print_json, show, size, table
 from gradwire.errors import ConfigError
 
 __all__ = ["train"]
 
+_LOSSES: Final = "Losses"
+
 
 def train(
-    task: Annotated[str, typer.Option(help="digits or charlm.")] = "digits",
+    task: Annotated[str, typer.Option(help="digits or charlm.", autocompletion=complete_task)] = "digits",
     workers: Annotated[int, typer.Option(help="Ranks, one a host.")] = 4,
     rates: Annotated[
         list[str] | None,
         typer.Option(
             "--rate",
-            help="Links, e.g. 100mbit, or none; several times; 100mbit, 1gbit and none unless given. They need root; "
-            "loopback does not.",
+            help="A link, e.g. 100mbit, or none; several times. It needs root; loopback does not.",
+            show_default=listed(Settings.rates),
         ),
     ] = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option("--method", help=f"Peers ({', '.join(PEERS)}) or codecs; several times. All peers and ours."),
+        typer.Option(
+            "--method",
+            help=f"A peer ({', '.join(PEERS)}) or a codec; several times.",
+            autocompletion=complete_method,
+            show_default="all peers and ours",
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds over all methods.")] = 3,
     steps: Annotated[int, typer.Option(help="Timed steps of a method in a round.")] = 6,
-    curve_steps: Annotated[int, typer.Option(help="Also train each method for so many steps, for its losses.")] = 0,
-    seeds: Annotated[int, typer.Option(help="Seeds of those trainings.")] = 1,
+    curve_steps: Annotated[
+        int,
+        typer.Option(help="Also train each method for so many steps, for its losses.", rich_help_panel=_LOSSES),
+    ] = 0,
+    seeds: Annotated[int, typer.Option(help="Seeds of those trainings.", rich_help_panel=_LOSSES)] = 1,
     target_steps: Annotated[
-        int, typer.Option(help="The loss to reach is that of plain DDP after so many steps; 0: after all.")
+        int,
+        typer.Option(
+            help="The loss to reach is that of plain DDP after so many steps; 0: after all.", rich_help_panel=_LOSSES
+        ),
     ] = 0,
     curves: Annotated[
-        Path | None, typer.Option(help="Take the losses from the --json of an earlier run of the same task.")
+        Path | None,
+        typer.Option(
+            help="Take the losses from the --json of an earlier run of the same task.", rich_help_panel=_LOSSES
+        ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples in a worker's batch.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Examples in a worker's batch.", show_default="the task's own")
+    ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Draw losses against seconds and bytes: .png, .svg or .pdf.")
+        Path | None,
+        typer.Option(
+            "--plot", help="Draw losses against seconds and bytes: .png, .svg or .pdf.", rich_help_panel=_LOSSES
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time training steps under shaped links, and with --curve-steps the time to the loss that plain DDP reaches."""
+    """Time training steps over shaped links, ours beside what people use today.
+
+    With --curve-steps also the time to the loss that plain DDP reaches. Needs root, but for --rate none.
+
+    Examples:
+
+      $ gradwire bench train --rate none --workers 2 --method ddp --method int4
+      $ sudo gradwire bench train --rate 100mbit --curve-steps 60 --json
+    """
     settings = Settings(
         task=task,
         workers=workers,

@@ -20,12 +20,22 @@ def inspect(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A file with the bytes of one payload, as gradwire.encode returns them; - for standard input."
+            help="Holds the bytes of one payload, as gradwire.encode returns them; - for standard input.",
+            metavar="FILE",
         ),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Print the header, codec and sizes of a payload. Nothing is decoded, but every check is made."""
+    """Print the header, codec and sizes of a payload.
+
+    Nothing is decoded, but every check is made: a file that is cut, changed or no payload at all is an error that says
+    what is wrong, with exit status 1.
+
+    Examples, for a file that holds what gradwire.encode returned:
+
+      $ gradwire inspect gradient.gw
+      $ cat gradient.gw | gradwire inspect - --json
+    """
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from gradwire.cli.manual import EXIT_STATUS, command, manual
 from gradwire.cli.output import JsonOption, console, errors, print_json, show, size, table
 from gradwire.errors import ConfigError, LabError
 from gradwire.lab import Lab, parse_rate
@@ -20,32 +21,54 @@ from gradwire.lab.arguments import check_hosts, check_name
 __all__ = ["lab"]
 
 lab = typer.Typer(
-    help="Hosts with slow links, on this machine: network namespaces, shaped. Needs Linux and root.",
+    help=manual(
+        """Hosts with slow links, on this machine. Needs Linux and root.
+
+        A lab is network namespaces on a bridge, with links of the rate you say: what runs in them is as far apart as on
+        machines of their own. Commands that take --rate make labs by themselves; these are for programs of your own.
+
+        Examples:
+
+          $ sudo gradwire lab up --hosts 4 --rate 100mbit
+          $ sudo gradwire lab run -- python train.py
+          $ sudo gradwire lab down
+        """
+    ),
+    epilog=EXIT_STATUS,
     no_args_is_help=True,
 )
 
-NameOption = Annotated[str, typer.Option(help="Of the lab; several may be up at once.")]
+NameOption = Annotated[str, typer.Option(help="Name of the lab; several may be up at once.")]
 RateOption = Annotated[
-    str, typer.Option(help="Of every link, each way: 100mbit, 1gbit, 2.5gbit; none for links that are not shaped.")
+    str, typer.Option(help="Of every link, each way: 100mbit, 2.5gbit, ...; none: links that are not shaped.")
 ]
 
 
-@lab.command()
+@command(lab)
 def up(
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 4,
     rate: RateOption = "100mbit",
     name: NameOption = "lab",
+    as_json: JsonOption = False,
 ) -> None:
-    """Make a lab, and see that its first host reaches its last."""
+    """Make a lab, and see that its first host reaches its last.
+
+    It stays until `gradwire lab down`, or until the machine is started again.
+
+    Examples:
+
+      $ sudo gradwire lab up --hosts 2 --rate 1gbit
+      $ sudo gradwire lab up --hosts 8 --rate none --name fast
+    """
     check_hosts(hosts, argument="--hosts")
-    _say(Lab.up(hosts, _rate(rate), name=_name(name)))
+    _say(Lab.up(hosts, _rate(rate), name=_name(name)), as_json)
 
 
-@lab.command(context_settings={"allow_interspersed_args": False})
+@command(lab, context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[
+    program: Annotated[
         list[str],
-        typer.Argument(help="What every host runs, after --, such as: -- python train.py.", metavar="COMMAND"),
+        typer.Argument(help="What every host runs, after --, such as: -- python train.py", metavar="COMMAND"),
     ],
     name: NameOption = "lab",
     timeout: Annotated[
@@ -57,24 +80,39 @@ def run(
 ) -> None:
     """Run a command on every host, one rank each, with the environment of torchrun.
 
-    Ends with the status of the rank that failed first, and says which it was.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so that init_process_group needs no arguments.
+
+    It ends with the status of the rank that failed first, and says which it was; 124 after --timeout.
+
+    Examples:
+
+      $ sudo gradwire lab run -- python train.py
+      $ sudo gradwire lab run --rank0 --timeout 60 -- python -m gradwire doctor
     """
     if timeout is not None and not timeout > 0:
         raise ConfigError(f"`--timeout` must be more than 0; got {timeout}.")
     found = Lab.find(_name(name))
     with _ending_on_signals():
-        outcome = found.run(command, timeout_s=timeout, output="rank0" if rank0 else "all")
+        outcome = found.run(program, timeout_s=timeout, output="rank0" if rank0 else "all")
     if outcome.exit_status:
         errors.print(f"[bold red]error:[/] {outcome.story()}.", highlight=False, soft_wrap=True)
         raise typer.Exit(outcome.exit_status)
 
 
-@lab.command("show")
+@command(lab, "show")
 def show_labs(
     name: Annotated[str | None, typer.Option(help="Only the lab of this name.", show_default=False)] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the labs that are up: hosts, addresses, rates, and the bytes each host has sent, headers included."""
+    """Show the labs that are up: hosts, addresses, rates, and the bytes each host has sent.
+
+    Bytes are the kernel's count, headers included.
+
+    Examples:
+
+      $ sudo gradwire lab show
+      $ sudo gradwire lab show --name lab --json
+    """
     labs = _facts(Lab.find_all() if name is None else [Lab.find(_name(name))])
     if as_json:
         print_json({"labs": labs})
@@ -85,17 +123,31 @@ def show_labs(
         errors.print("no lab is up; make one with `gradwire lab up`", highlight=False)
 
 
-@lab.command()
-def reshape(rate: RateOption, name: NameOption = "lab") -> None:
-    """Give every link of a lab another rate, under whatever runs."""
+@command(lab)
+def reshape(rate: RateOption, name: NameOption = "lab", as_json: JsonOption = False) -> None:
+    """Give every link of a lab another rate, under whatever runs.
+
+    Connections stay: what is sent from now on travels at the new rate.
+
+    Example:
+
+      $ sudo gradwire lab reshape --rate 50mbit
+    """
     text, found = _rate(rate), Lab.find(_name(name))
     found.reshape(text)
-    _say(found)
+    _say(found, as_json)
 
 
-@lab.command()
+@command(lab)
 def down(name: NameOption = "lab") -> None:
-    """Remove a lab. What still runs in it loses its network."""
+    """Remove a lab.
+
+    What still runs in it loses its network.
+
+    Example:
+
+      $ sudo gradwire lab down --name lab
+    """
     Lab.find(_name(name)).down()
 
 
@@ -125,7 +177,10 @@ def _table(facts: dict[str, Any]) -> Table:
     return table(f"lab {facts['name']}", columns, rows)
 
 
-def _say(each: Lab) -> None:
+def _say(each: Lab, as_json: bool) -> None:
+    if as_json:
+        print_json(_facts([each])[0])
+        return
     addresses = " to ".join(dict.fromkeys([each.hosts[0].address, each.hosts[-1].address]))
     count = f"{len(each.hosts)} host{'s' if len(each.hosts) > 1 else ''}"
     console.print(f"lab {each.name}: {count}, {addresses}, {_links(each.rate)}", highlight=False, soft_wrap=True)

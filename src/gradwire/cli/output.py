@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["JsonOption", "console", "errors", "print_json", "show", "size", "table"]
+__all__ = ["JsonOption", "console", "errors", "listed", "print_json", "show", "size", "table"]
 
 console = Console()
 errors = Console(stderr=True)
@@ -19,9 +20,32 @@ errors = Console(stderr=True)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+def listed(values: Iterable[object]) -> str:
+    """Several values in a line, for a default.
+
+    >>> listed((2, 4))
+    '2, 4'
+    """
+    return ", ".join(map(str, values))
+
+
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    typer.echo(json.dumps(value, indent=2))
+    """One JSON document on standard output. JSON has no NaN and no infinity: they are null.
+
+    >>> print_json({"loss": float("nan")})
+    {
+      "loss": null
+    }
+    """
+    typer.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def table(title: str, columns: Mapping[str, str], rows: Iterable[Iterable[str]], caption: str | None = None) -> Table:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradwire.benchmarks.plan_plot import draw_scaling
 from gradwire.benchmarks.training import BATCH_SIZES
+from gradwire.cli.completion import complete_codec, complete_model
 from gradwire.cli.output import JsonOption, console, errors, print_json, show, size, table
 from gradwire.errors import ConfigError
 from gradwire.lab import parse_rate
@@ -36,25 +37,53 @@ _MOST_HOSTS = 100_000
 
 def plan(
     model: Annotated[
-        str, typer.Option(help=f"{' or '.join(TASKS)}, or package.module:function that returns a torch.nn.Module.")
+        str,
+        typer.Option(
+            help=f"{' or '.join(TASKS)}, or package.module:function that returns a torch.nn.Module.",
+            autocompletion=complete_model,
+        ),
     ] = "digits",
     rate: Annotated[
-        str, typer.Option(help="Of every host's link, e.g. 100mbit, 10gbit; none: not the limit.")
+        str, typer.Option(help="Speed of every host's link: 100mbit, 10gbit, ...; none: it is not the limit.")
     ] = "1gbit",
     hosts: Annotated[int, typer.Option("--hosts", "--workers", help="Ranks, one a host.")] = 4,
-    latency_ms: Annotated[float, typer.Option(help="Of a message between hosts.")] = 0.1,
+    latency_ms: Annotated[float, typer.Option(help="Milliseconds that a message between hosts takes.")] = 0.1,
     step_ms: Annotated[
-        float | None, typer.Option(help="Of computing a step, where it is not measured here: for a model of your own.")
+        float | None,
+        typer.Option(help="What computing a step takes. A model of your own needs it; built-in ones are measured."),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Of a built-in task; its own.")] = None,
-    codecs: Annotated[list[str] | None, typer.Option("--codec", help="Candidates; several times.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Of a worker, for a built-in task.", show_default="the task's own")
+    ] = None,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--codec",
+            help="A candidate; may be given several times.",
+            autocompletion=complete_codec,
+            show_default=", ".join(CANDIDATES),
+        ),
+    ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Also for every power of two of hosts up to --hosts.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="With --simulate: draw it; .png, .svg or .pdf.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which bucket would travel how, and how long a step would take, for hosts as fast as this machine."""
+    """Show how gradients would travel over a link, and how long a step would take, without training.
+
+    The model's gradients are computed here, each candidate is tried on them, and the network is a calculation: hosts
+    are as fast as this machine. For every bucket of DDP the table has the codec that would be chosen, its bytes, and
+    when it would be ready and done. Of a model of your own only sizes are known, not what a codec loses of its
+    gradients.
+
+    Examples:
+
+      $ gradwire plan --rate 100mbit
+      $ gradwire plan --model charlm --rate 1gbit --hosts 8
+      $ gradwire plan --simulate --hosts 64 --rate 10gbit
+      $ gradwire plan --model torch.nn:Transformer --step-ms 200
+    """
     bits = parse_rate(rate, argument="--rate")
     if not 2 <= hosts <= _MOST_HOSTS:
         raise ConfigError(f"`--hosts` must be from 2 to {_MOST_HOSTS}; got {hosts}.")

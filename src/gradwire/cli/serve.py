@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from gradwire.cli.manual import EXIT_STATUS, command, manual
 from gradwire.cli.output import JsonOption, console, errors, print_json, show, size, table
 from gradwire.coordinator.access import ROLES, Worker, new_token, token_hash
 from gradwire.coordinator.client import CoordinatorClient
@@ -24,9 +25,21 @@ __all__ = ["serve"]
 
 _TOKEN: Final = "GRADWIRE_TOKEN"
 
-serve = typer.Typer(help="Serve a model to workers that push gradients whenever they have them.")
+_ABOUT: Final = """Serve a model to workers that push gradients whenever they have them.
 
-AddressArgument = Annotated[str, typer.Argument(help="HOST:PORT of the server.")]
+Without a command it serves, at 127.0.0.1:7070 and in memory unless --config says otherwise, until SIGTERM or Ctrl-C;
+then it finishes what has come, saves, and ends with status 0. The commands ask something of a server that runs.
+
+Examples:
+
+  $ gradwire serve --config serve.toml
+  $ gradwire serve status 127.0.0.1:7070
+  $ gradwire serve token alice >> serve.toml
+"""
+
+serve = typer.Typer(help=manual(_ABOUT), epilog=EXIT_STATUS)
+
+AddressArgument = Annotated[str, typer.Argument(help="HOST:PORT of the server.", metavar="ADDRESS")]
 AuthorityOption = Annotated[
     Path | None, typer.Option("--authority", help="Certificate that the server's is signed by: connect with TLS.")
 ]
@@ -34,16 +47,17 @@ CertificateOption = Annotated[Path | None, typer.Option("--certificate", help="Y
 KeyOption = Annotated[Path | None, typer.Option("--key", help="Of your certificate.")]
 
 
-@serve.callback(invoke_without_command=True)
+@serve.callback(invoke_without_command=True, help=manual(_ABOUT))
 def _serve(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option("--config", help="Settings, in TOML; docs/coordinator.md has them.")
+        Path | None, typer.Option("--config", help="Settings of the server, in TOML; docs/coordinator.md has them.")
     ] = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then finish what has come, save, and end."""
     if context.invoked_subcommand is not None:
-        if config is not None:
+        source = context.get_parameter_source("config")
+        if source is not None and source.name == "COMMANDLINE":
             raise ConfigError("`--config` is for serving; leave it out, or the command after it.")
         return
     settings = ServeSettings() if config is None else load_settings(config)
@@ -68,7 +82,7 @@ def _client(address: str, authority: Path | None, certificate: Path | None, key:
     return CoordinatorClient(address, credentials=known, retry_s=5.0)
 
 
-@serve.command()
+@command(serve)
 def status(
     address: AddressArgument,
     as_json: JsonOption = False,
@@ -76,7 +90,15 @@ def status(
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Show what a server does. A token is taken from GRADWIRE_TOKEN."""
+    """Show what a server does.
+
+    Its model, what has been applied and refused, and how old gradients were. A token is taken from GRADWIRE_TOKEN.
+
+    Examples:
+
+      $ gradwire serve status 127.0.0.1:7070
+      $ gradwire serve status trainer:7070 --authority ca.pem --json
+    """
     with _client(address, authority, certificate, key) as client:
         told = client.status()[0]
     about = _about(told)
@@ -112,40 +134,72 @@ def _ages(ages: dict[int, int]) -> str:
     return f"{mean:.1f} versions on average, at most {max(ages)}, {total:,} gradients"
 
 
-@serve.command()
+@command(serve)
 def snapshot(
     address: AddressArgument,
     authority: AuthorityOption = None,
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Have a server save its model now; pushes go on meanwhile."""
+    """Have a server save its model now; pushes go on meanwhile.
+
+    A token with the role admin is taken from GRADWIRE_TOKEN.
+
+    Example:
+
+      $ gradwire serve snapshot 127.0.0.1:7070
+    """
     with _client(address, authority, certificate, key) as client:
         client.snapshot()
     console.print("saved")
 
 
-@serve.command()
+@command(serve)
 def drain(
     address: AddressArgument,
     authority: AuthorityOption = None,
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Have a server finish what has come, save, and end."""
+    """Have a server finish what has come, save, and end.
+
+    A token with the role admin is taken from GRADWIRE_TOKEN.
+
+    Example:
+
+      $ gradwire serve drain 127.0.0.1:7070
+    """
     with _client(address, authority, certificate, key) as client:
         client.drain()
     console.print("draining")
 
 
-@serve.command()
+@command(serve)
 def token(
-    name: Annotated[str, typer.Argument(help="Of the worker.")],
-    role: Annotated[list[str] | None, typer.Option("--role", help=f"Of {', '.join(ROLES)}; several times.")] = None,
+    name: Annotated[str, typer.Argument(help="Of the worker.", metavar="NAME")],
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--role", help=f"What it may do, of {', '.join(ROLES)}; several times.", show_default="push, read"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Draw a token for a worker: it is printed once, and its hash for the server's settings."""
+    """Draw a token for a worker, and its hash for the server's settings.
+
+    Standard output is the table for serve.toml, which holds the hash; the token itself is printed once, to standard
+    error, and is for the worker's GRADWIRE_TOKEN. With --json both are in the document.
+
+    Examples:
+
+      $ gradwire serve token alice >> serve.toml
+      $ gradwire serve token operator --role admin --role read
+    """
     secret = new_token()
     worker = Worker(name, token_hash(secret), tuple(role or ("push", "read")))
+    if as_json:
+        print_json({"name": name, "token_sha256": worker.token_sha256, "roles": worker.roles, "token": secret})
+        return
     typer.echo("[[workers]]")
     for key in ("name", "token_sha256", "roles"):
         value = getattr(worker, key)
@@ -153,11 +207,24 @@ def token(
     errors.print(f"\nthe token, for the worker's eyes alone: {secret}", highlight=False, soft_wrap=True)
 
 
-@serve.command()
+@command(serve)
 def repair(
-    path: Annotated[Path, typer.Argument(help="A journal that is damaged.", exists=True, dir_okay=False)],
+    path: Annotated[
+        Path, typer.Argument(help="A journal that is damaged.", exists=True, dir_okay=False, metavar="FILE")
+    ],
+    as_json: JsonOption = False,
 ) -> None:
-    """Cut a journal off where it is damaged; the whole of it is kept beside it."""
+    """Cut a journal off where it is damaged; the whole of it is kept beside it.
+
+    For a server that does not start because of its journal, and says so. Pushes after the damage are lost.
+
+    Example:
+
+      $ gradwire serve repair model/journal-0000000007
+    """
     records, cut = repair_journal(path)
+    if as_json:
+        print_json({"records": records, "cut_bytes": cut, "kept_in": f"{path}.damaged" if cut else None})
+        return
     kept = f"; all of it is in {path}.damaged" if cut else ""
     console.print(f"{records} records kept, {cut} bytes cut off{kept}", soft_wrap=True)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import AbstractContextManager, nullcontext
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gradwire.cli.completion import complete_codec, complete_task
+from gradwire.cli.live import LiveView
 from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
 from gradwire.cli.plan import plan_table
 from gradwire.clusters import run_workers
 from gradwire.collectives import method
+from gradwire.dashboard.runs import Run
 from gradwire.errors import ConfigError
 from gradwire.lab import Lab, parse_rate
 from gradwire.planner import Plan
@@ -22,62 +26,109 @@ from gradwire.tasks import TASKS
 
 __all__ = ["train"]
 
+_DETAILS: Final = "The training in detail"
+_SHARDED: Final = "A sharded optimizer"
+
 
 def train(
-    task: Annotated[str, typer.Option(help=f"What to train: {', '.join(TASKS)}.")] = "digits",
+    task: Annotated[
+        str, typer.Option(help=f"What to train: {', '.join(TASKS)}.", autocompletion=complete_task)
+    ] = "digits",
     codec: Annotated[
         str | None,
         typer.Option(
-            help="How gradients travel: int4 (the default), int8, topk:0.01+int8, powersgd:16+int8, none, or auto."
+            help="How gradients travel: int4, int8, topk:0.01+int8, powersgd:16+int8, none, or auto, which chooses.",
+            autocompletion=complete_codec,
+            show_default="int4",
         ),
     ] = None,
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     epochs: Annotated[int, typer.Option(help="Passes over the training data; charlm: hundreds of steps.")] = 4,
-    steps: Annotated[int | None, typer.Option(help="Steps, instead of epochs.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples in a worker's batch; the task's own.")] = None,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal runs on one machine.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Steps, instead of epochs.", rich_help_panel=_DETAILS)] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Examples in a worker's batch.", rich_help_panel=_DETAILS, show_default="the task's own"),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Equal seeds give equal runs on one machine.", rich_help_panel=_DETAILS)
+    ] = 0,
     feedback: Annotated[
-        bool, typer.Option("--feedback/--no-feedback", help="Error feedback for biased codecs of fewer than 4 bits.")
+        bool,
+        typer.Option(
+            "--feedback/--no-feedback",
+            help="Error feedback for biased codecs of fewer than 4 bits.",
+            rich_help_panel=_DETAILS,
+        ),
     ] = True,
     rate: Annotated[
         str | None, typer.Option(help="Join the workers by links of this rate, e.g. 100mbit (a lab; needs root).")
     ] = None,
     ratio: Annotated[
         float | None,
-        typer.Option(help="Instead of DDP and a codec: a sharded optimizer that sends this part of float32's bytes."),
+        typer.Option(
+            help="Instead of DDP and a codec: a sharded optimizer that sends this part of float32's bytes.",
+            rich_help_panel=_SHARDED,
+        ),
     ] = None,
     stage: Annotated[
-        int | None, typer.Option(help="With --ratio: 1 (the default) shards the optimizer's state, 2 gradients too.")
+        int | None,
+        typer.Option(
+            help="1 shards the optimizer's state, 2 gradients too, 0 neither.",
+            rich_help_panel=_SHARDED,
+            show_default="1",
+        ),
     ] = None,
     checkpoints: Annotated[
-        Path | None, typer.Option(help="With --ratio: save here, and go on from the last complete one.")
+        Path | None,
+        typer.Option(help="Save in this folder, and go on from the last complete one.", rich_help_panel=_SHARDED),
     ] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 50.")] = None,
-    retry_times: Annotated[int, typer.Option(help="Start workers again after so many failures in a row.")] = 0,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=_SHARDED, show_default="50")
+    ] = None,
+    retry_times: Annotated[
+        int, typer.Option(help="Start workers again after so many failures in a row.", rich_help_panel=_DETAILS)
+    ] = 0,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Record every step in this folder, for gradwire dash and gradwire report.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train with gradients compressed between real worker processes, and say what it cost and what it reached."""
+    """Train with compressed gradients between worker processes; say what it cost and reached.
+
+    A built-in task on real data. Each worker is a process of its own; gradients travel over loopback, or with --rate
+    over links of that speed, each worker on a host of its own. It ends with losses, bytes, seconds, and whether all
+    workers hold the same bits.
+
+    Examples:
+
+      $ gradwire train
+      $ gradwire train --codec topk:0.01+int8 --epochs 2
+      $ gradwire train --codec auto --rate 100mbit --workers 4
+      $ gradwire train --run-dir runs/first
+      $ gradwire train --ratio 0.1 --checkpoints run --steps 200
+    """
     settings = {**_settings(task, codec or "int4", workers, epochs, steps, batch_size, seed), "feedback": feedback}
     settings |= _sharding(ratio, codec, stage, checkpoints, checkpoint_every)
     run = _Run()
-    with _links(workers, rate) as lab, _progress() as progress:
-        bar = progress.add_task("starting workers", total=None)
+    with (
+        _links(workers, rate) as lab,
+        _recorded(run_dir) as folder,
+        LiveView(Run(folder), _title(task, settings, workers, rate), errors),
+    ):
+        settings |= {"run_folder": str(folder.absolute()), "about": {"workers": workers, "rate": rate}}
         for event in run_workers("gradwire.tasks.worker", settings, workers, lab, retry_times=retry_times):
             run.take(event)
             if event["event"] == "retry":
                 errors.print(f"{event['error']} Starting again.", style="yellow")
             if event["event"] == "planned":
                 errors.print(f"step {event['step']}: {event['what']}", highlight=False)
-            if event["event"] == "start":
-                progress.update(bar, total=event["steps"])
-            elif event["event"] == "step":
-                progress.update(
-                    bar, completed=event["step"], description=f"epoch {event['epoch'] + 1}  loss {event['loss']:.4f}"
-                )
+    told = {name: value for name, value in settings.items() if name not in ("run_folder", "about")}
     if as_json:
-        print_json({"settings": {**settings, "workers": workers, "rate": rate}, **run.result()})
+        print_json({"settings": {**told, "workers": workers, "rate": rate}, **run.result()})
     else:
         show(run.table(task, workers, rate))
+        if run_dir is not None:
+            errors.print(f"recorded in {run_dir}: look at it with gradwire dash {run_dir}", highlight=False)
         if run.plan:
             show(plan_table(Plan.from_json(run.plan["plan"]), "the last plan"))
 
@@ -99,6 +150,27 @@ def _sharding(
         raise ConfigError(f"`--checkpoint-every` must be at least 1; got {checkpoint_every}.")
     where = None if checkpoints is None else str(checkpoints.absolute())
     return {"ratio": ratio, "stage": stage, "checkpoints": where, "checkpoint_every": checkpoint_every}
+
+
+@contextmanager
+def _recorded(run_dir: Path | None) -> Iterator[Path]:
+    """The folder of the run; of one that is not to be kept, until it ends."""
+    if run_dir is None:
+        with tempfile.TemporaryDirectory(prefix="gradwire-run-") as folder:
+            yield Path(folder)
+        return
+    if run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
+        raise ConfigError(f"`--run-dir` must be a new folder; {str(run_dir)!r} has a run already.")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`--run-dir` {str(run_dir)!r} cannot be made: {error.strerror}.") from error
+    yield run_dir
+
+
+def _title(task: str, settings: Mapping[str, Any], workers: int, rate: str | None) -> str:
+    how = settings["codec"] if settings["ratio"] is None else f"sharded, ratio {settings['ratio']}"
+    return f"{task}, {how}, {_count(workers, 'worker')}" + (f", {rate}" if rate else "")
 
 
 def _links(workers: int, rate: str | None) -> AbstractContextManager[Lab | None]:
@@ -197,15 +269,3 @@ class _Run:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=errors,  # so that standard output is the result alone
-        transient=True,
-        disable=not errors.is_terminal,
-    )

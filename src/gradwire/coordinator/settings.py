@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from gradwire.coordinator.access import Worker
 from gradwire.coordinator.journal import Fsync
 from gradwire.coordinator.rules import GradientChangeMode, OptimizerFactory, Staleness
 from gradwire.errors import ConfigError
-from gradwire.extras import require
+from gradwire.files import read_toml
 
 __all__ = [
     "Durability",
@@ -223,13 +222,7 @@ def load_settings(path: str | Path) -> ServeSettings:
     gradwire.errors.ConfigError: ...serve.toml: `staleness.buond` is not known; known: bound, rule, strength.
     """
     path = Path(path)
-    toml = require("tomli", purpose="a file of settings") if sys.version_info < (3, 11) else __import__("tomllib")
-    try:
-        table = toml.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
-    except toml.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}.") from None
+    table = read_toml(path)
     try:
         return _made(ServeSettings, table, "")
     except ConfigError as error:
