@@ -9,7 +9,7 @@ GROUPS := tests/adapters tests/optim
 # Those that need Ray, Spark, Lightning, Accelerate and Transformers.
 ENGINES := tests/engines
 
-.PHONY: train test test-clusters test-hard test-triton lint bench docs dist golden sanitize setup clean
+.PHONY: train test test-browser test-clusters test-hard test-triton lint bench docs dist golden sanitize setup clean
 
 setup: $(READY)
 
@@ -61,6 +61,13 @@ test-clusters:  ## torchrun, Ray, Spark, Lightning, Accelerate, Transformers, FS
 	.venv-clusters/bin/python -m pytest -q $(ENGINES)/test_torchrun.py $(ENGINES)/test_fsdp2.py $(ARGS)
 	GRADWIRE_TEST_RAY=1 $(ALONE) .venv-clusters/bin/python -m pytest -q $(ENGINES) --ignore=$(ENGINES)/test_torchrun.py \
 		--ignore=$(ENGINES)/test_fsdp2.py tests/sharding/test_ray.py src/gradwire/adapters $(ARGS)
+
+test-browser: $(READY)  ## the dashboard in a real browser; installs Chromium if there is none and we may
+	@command -v chromium >/dev/null || if test "$$(id -u)" = 0; then \
+		apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+	else echo "there is no chromium: sudo apt-get install chromium"; exit 1; fi
+	GRADWIRE_TEST_BROWSER=1 $(BIN)/python -m pytest tests/dashboard/test_browser.py $(ARGS)
 
 test-hard: $(READY)  ## the coordinator's service: 200 times kill -9 under load, 100,000 hostile payloads; minutes
 	GRADWIRE_KILLS=200 $(BIN)/python -m pytest -s tests/coordinator/test_crash.py

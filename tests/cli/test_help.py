@@ -71,7 +71,7 @@ def test_every_option_is_explained_by_a_sentence(path):
         (["trian"], "Did you mean 'train'?"),
         (["bench", "codex"], "Did you mean 'codecs'?"),
         (["train", "--worker", "2"], "--workers"),
-        (["train", "--workers", "two"], "'two'"),
+        (["train", "--workers", "two"], "--workers"),
         (["inspect"], "FILE"),
     ],
 )

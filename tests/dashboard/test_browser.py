@@ -487,6 +487,8 @@ def test_a_million_steps_stay_responsive(watched, tmp_path):
             assert len(rows) < 1600
             assert max(int(row[0]) for row in rows[1:]) == 1_000_000
         finally:
+            for context in watched.contexts:
+                context.close()  # before the server, or it would complain
             os.kill(process.pid, signal.SIGINT)
             assert process.wait(30) == 0
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-COMMANDS = ("train", "plan", "inspect", "bench", "lab", "serve")
+COMMANDS = ("doctor", "train", "plan", "inspect", "dash", "report", "bench", "lab", "serve")
 
 
 def command(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -54,14 +54,17 @@ def check_kernels() -> None:
 def check_commands(version: str, extras: list[str]) -> None:
     """The command line runs; what needs an extra works with it, and says which without."""
     assert command("--version").stdout.strip() == f"gradwire {version}"
+    command("doctor", "--workers", "0")
     known = command("--help").stdout.split()
     for name in COMMANDS:
         assert name in known, f"`gradwire {name}` is missing"
         command(name, "--help")
     if "bench" in extras:
-        facts = json.loads(command("train", "--steps", "2", "--workers", "2", "--json").stdout)
+        facts = json.loads(command("train", "--steps", "2", "--workers", "2", "--run-dir", "run", "--json").stdout)
         assert facts["steps"] == 2
         assert facts["replicas_identical"]
+        command("report", "run", "-o", "report.html")  # its page is a file of the package
+        assert "canvas" in Path("report.html").read_text()
     else:
         assert "pip install 'gradwire[bench]'" in command("train", "--steps", "2", status=1).stderr
     if "serve" not in extras:

@@ -90,7 +90,7 @@ class LiveView:
             if not math.isnan(compute + exposed) and seconds > 0:
                 split.append(_ms(compute, "computing"), style=_COMPUTE)
                 split.append(_ms(exposed, "waiting for gradients"), style=_EXPOSED)
-                split.append(f"{1000 * encode:.0f} ms encoding beside it", style=_ENCODE)
+                split.append(f"{1000 * encode:.0f} ms encoding", style=_ENCODE)
                 bar = Text("█" * round(40 * compute / seconds), style=_COMPUTE)
                 bar.append("█" * max(0, 40 - round(40 * compute / seconds)), style=_EXPOSED)
                 split = Text.assemble(bar, "  ", split)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["ServerMetrics"]
 
@@ -46,6 +46,14 @@ class ServerMetrics:
         """A push or a call was refused."""
         with self._lock:
             self.refusals[reason] += 1
+
+    def totals(self) -> dict[str, Any]:
+        """So far: pushes applied and refused, bytes, and how many versions behind gradients were."""
+        with self._lock:
+            counts, ages = self.counts, {str(age): number for age, number in sorted(self.ages.items())}
+            moved = {"received": counts["received_bytes"], "sent": counts["sent_bytes"]}
+            done = {"applied": counts["applied"], "refused": sum(self.refusals.values())}
+            return {**done, **moved, "staleness": ages}
 
     def prometheus(self, gauges: Mapping[str, float]) -> str:
         """Everything in Prometheus's text format; ``gauges`` are values of this moment."""

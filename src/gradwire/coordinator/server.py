@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ from gradwire.coordinator.rules import OptimizerFactory
 from gradwire.coordinator.service import Service
 from gradwire.coordinator.settings import ServeSettings, is_loopback
 from gradwire.errors import ConfigError
-from gradwire.telemetry import MetricsServer
+from gradwire.telemetry import JsonLines, MetricsServer, Telemetry
 
 __all__ = ["Server", "serve"]
 
@@ -54,6 +56,9 @@ def serve(
     return Server(settings or ServeSettings(), parameters=parameters, optimizer=optimizer).start()
 
 
+_RECORD_S: Final = 1.0
+
+
 class Server:
     """A model behind an address. It is a context manager, and can be started once."""
 
@@ -70,6 +75,8 @@ class Server:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: MetricsServer | None = None
+        folder = settings.run_dir
+        self._telemetry = Telemetry(*([JsonLines(folder, "coordinator.jsonl")] if folder is not None else []))
         self.address = settings.address
         self.metrics_address: str | None = None
 
@@ -124,6 +131,7 @@ class Server:
             server.add_generic_rpc_handlers(service.handlers())
             port = self._bind(server)
             self.address = f"{self.settings.address.rpartition(':')[0]}:{port}"
+            self._start_telemetry()
             await server.start()
             if self.settings.metrics is not None:
                 self._http = MetricsServer(self.settings.metrics, service.prometheus, lambda: self._host.ready)
@@ -137,14 +145,22 @@ class Server:
         self._say_who()
         ready.set_result(None)
         watch = asyncio.ensure_future(self._host.watch())
+        records = asyncio.ensure_future(_record(self._telemetry, service))
         await ended.wait()
         while self._host.queued:  # those that stop in the middle are ended by the watch
             await asyncio.sleep(0.005)
         watch.cancel()
+        records.cancel()
         await server.stop(grace=1.0)
+        self._telemetry.record("coordinator", **service.record())
+        await asyncio.to_thread(self._telemetry.close)
         if self._http is not None:
             await asyncio.to_thread(self._http.close)
         await asyncio.to_thread(self._host.close)
+
+    def _start_telemetry(self) -> None:
+        where = {"address": self.address, "pid": os.getpid()}
+        self._telemetry.start(rank=0, ranks=1, codec="coordinator", gradwire=version("gradwire"), settings=where)
 
     def stop(self) -> None:
         """Finish what is there, save, and end."""
@@ -195,3 +211,9 @@ class Server:
             _log.warning("%s: tokens travel in the clear, without TLS", self.address)
         elif self._host.access.open:
             _log.warning("%s: nobody is asked who they are: there are no `workers`", self.address)
+
+
+async def _record(telemetry: Telemetry, service: Service) -> None:
+    while True:
+        telemetry.record("coordinator", **service.record())
+        await asyncio.sleep(_RECORD_S)

@@ -164,10 +164,19 @@ class Service:
             "queue": self._host.queued,
             "workers": len(self._host.workers),
             "ready": int(self._host.ready),
-            "version": 0 if self._host.store.empty else self._host.store.there().version,
+            "version": self._version,
             "seconds": time.monotonic() - self._host.metrics.started,
         }
         return self._host.metrics.prometheus(gauges)
+
+    def record(self) -> dict[str, Any]:
+        """What is going on, as telemetry has it."""
+        now = {"version": self._version, "queued": self._host.queued, "workers": len(self._host.workers)}
+        return now | self._host.metrics.totals()
+
+    @property
+    def _version(self) -> int:
+        return 0 if self._host.store.empty else self._host.store.there().version
 
     # Parameters.
 

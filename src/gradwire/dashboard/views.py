@@ -199,7 +199,8 @@ def _bars(rank: int, record: dict[str, Any], most: int) -> dict[str, Any]:
 def layers(run: Run) -> list[dict[str, Any]]:
     """How well each parameter's gradients travel."""
     return [
-        {"name": name, "codec": each.codec, "error": _value(each.error), "residual": _value(each.residual)}
+        {"name": name, "codec": each.codec, "step": each.history[-1][0]}
+        | {"error": _value(each.error), "residual": _value(each.residual)}
         for name, each in run.layers.items()
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import queue
 import threading
@@ -24,7 +25,7 @@ Record: TypeAlias = Mapping[str, Any]
 """``event``, ``time``, and what docs/telemetry.md lists for the event."""
 
 _log: Final = logging.getLogger(__name__)
-_IDLE_S: Final = 0.25  # without a record: what sinks hold back is written
+_FLUSH_S: Final = 0.25  # for which sinks may hold something back
 _PATIENCE_S: Final = 10.0  # for sinks, at the end
 
 
@@ -153,13 +154,14 @@ class Telemetry:
             self.close("failed", f"{type(error).__name__}: {error}")
 
     def _run(self) -> None:
-        waiting = False  # whether sinks may hold something back
+        held = math.inf  # since when sinks may hold something back
         while True:
-            try:
-                item = self._queue.get(timeout=_IDLE_S if waiting else None)
-            except queue.Empty:
+            if time.monotonic() - held >= _FLUSH_S:
                 self._tell("flush")
-                waiting = False
+                held = math.inf
+            try:
+                item = self._queue.get(timeout=_FLUSH_S if held < math.inf else None)
+            except queue.Empty:
                 continue
             if item is None:
                 break
@@ -170,7 +172,7 @@ class Telemetry:
             record = self._made(item) if callable(item) else item
             if record is not None:
                 self._tell("write", record)
-                waiting = True
+                held = min(held, time.monotonic())
         self._tell("close")
 
     def _made(self, make: Callable[[], Record | None]) -> Record | None:

@@ -62,6 +62,7 @@
     columns: [
       { key: "name", name: "layer", class: "name", cell: (row) => button(row.name, () => chooseLayer(row.name), { "data-focus": row.name, title: row.name }) },
       { key: "codec", name: "travels as", class: "name", cell: (row) => text(row.codec) },
+      { key: "step", name: "at step", right: true, cell: (row) => g.count(row.step) },
       { key: "error", name: "relative error", right: true, cell: (row) => g.barCell(row.error, most.error) },
       { key: "residual", name: "residual", right: true, cell: (row) => g.barCell(row.residual, most.residual, true) },
     ],
@@ -79,7 +80,7 @@
     id: "plan-table",
     columns: [
       { key: "bucket", name: "bucket", right: false, cell: (row) => String(row.bucket) },
-      { key: "parameters", name: "tensors", right: true, cell: (row) => g.count(row.parameters) },
+      { key: "parameters", name: "parameters", right: true, cell: (row) => g.count(row.parameters) },
       { key: "dense_bytes", name: "bytes", right: true, cell: (row) => g.measured("bytes", row.dense_bytes) },
       { key: "method", name: "travels as", class: "name", cell: (row) => text(row.method) },
       { key: "sent_bytes", name: "sent", right: true, cell: (row) => g.measured("bytes", row.sent_bytes) },
@@ -305,7 +306,7 @@
     const quiet = source.live && focus.state === "running" && !focus.reading && g.known(focus.time) ? Date.now() / 1000 - focus.time : 0;
     const about = focus.state === "failed" ? text(focus.what) : quiet > SILENT_S ? `no news for ${g.duration(quiet)}` : [`${g.count(focus.ranks)} ${focus.ranks === 1 ? "worker" : "workers"}`, text(focus.codec)].join(", ");
     const validation = focus.validation || {};
-    const checked = [g.known(validation.loss) ? `validation ${g.significant(validation.loss, 4)}` : null, g.known(validation.accuracy) ? `${g.significant(100 * validation.accuracy, 4)}%` : null].filter(Boolean).join(", ");
+    const checked = [g.known(validation.loss) ? `validation ${g.significant(validation.loss, 3)}` : null, g.known(validation.accuracy) ? `${g.significant(100 * validation.accuracy, 3)}%` : null].filter(Boolean).join(", ");
     const bar = e("div", { class: "bar" }, e("i"));
     bar.firstChild.style.width = g.known(focus.planned) ? `${Math.min(100, (100 * (focus.step || 0)) / focus.planned)}%` : "0";
     tiles.replaceChildren(
@@ -339,7 +340,10 @@
     const id = state.focus;
     const lines = (name, group, names, style = "line") => {
       const data = cached(seriesKey(name, id)) || cached(`${name} ${id} null`);
-      const series = data ? names.map(([key, label, color]) => ({ name: label, color, x: data.step, y: data.values[key], style })).filter((each) => each.y.some(g.known)) : [];
+      // The first step of a run has no times: there is nothing before it to count from.
+      const there = data ? data.step.map((_, i) => i).filter((i) => style !== "area" || names.some(([key]) => g.known(data.values[key][i]))) : [];
+      const column = (values) => (there.length === values.length ? values : there.map((i) => values[i]));
+      const series = data ? names.map(([key, label, color, dash]) => ({ name: label, color, x: column(data.step), y: column(data.values[key]), style, dash })).filter((each) => each.y.some(g.known)) : [];
       charts[name].set({ x: AXES.step, series });
       charts[name].element.hidden = !data || !series.length;
       return series;
@@ -347,7 +351,7 @@
     lines("time", "time", [["compute_s", "compute", "--c0"], ["exposed_s", "exposed communication", "--c1"]], "area");
     if (charts.time.element.hidden) lines("time", "time", [["seconds", "whole step", "--c0"]]);
     lines("phases", "phases", [["encode_s", "encode", "--c2"], ["wire_s", "wire", "--c3"], ["decode_s", "decode", "--c5"]]);
-    lines("bytes", "bytes", [["sent", "sent", "--c0"], ["received", "received", "--c2"]]);
+    lines("bytes", "bytes", [["sent", "sent", "--c0"], ["received", "received", "--c1", [4, 4]]]);
     lines("ratio", "bytes", [["ratio", "sent / float32", "--c3"]]);
   }
 
@@ -434,7 +438,7 @@
       ["gradwire", said(start.gradwire)], ["torch", said(start.torch)], ["host", said(start.host)], ["started", when(start.time)],
       ...(data.starts > 1 ? [["started again", `${data.starts - 1} times`]] : []), ...(data.layout.length ? [["buckets", g.count(data.layout.length)]] : []),
       ...(run() && run().skipped ? [["lines not understood", g.count(run().skipped)]] : []),
-      ...Object.entries(settings).map(([name, value]) => [name, said(value)]),
+      ...Object.entries(settings).filter(([, value]) => value !== null).map(([name, value]) => [name, said(value)]),
       ...data.ends.filter((end) => end.what).map((end) => [`rank ${end.rank}: ${text(end.status)}`, text(end.what)]),
     ];
     if (!source.live) pairs.push(["report made", when(source.data.made)], ["by gradwire", source.data.gradwire]);
