@@ -58,7 +58,7 @@ def test_every_extra_is_declared_and_a_missing_one_is_named():
 
 def test_core_dependencies_are_the_five():
     names = {d.split(">")[0] for d in requires("gradwire") if "extra ==" not in d}
-    assert names == {"torch", "numpy", "safetensors", "typer", "rich"}
+    assert names - {"tomli"} == {"torch", "numpy", "safetensors", "typer", "rich"}  # tomli: of Python 3.10 only
 
 
 def test_the_version_is_said_once():

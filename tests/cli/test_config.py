@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +86,14 @@ def test_what_is_wrong_in_a_file_is_named_with_what_is_allowed(text, message, co
     result = run("--config", file, "inspect", "nothing", status=2)
     assert result.stderr.startswith(f"error: {file}")
     assert message in result.stderr
+
+
+def test_the_file_of_the_manual_is_one(config):
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    (example,) = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    told = json.loads(run("--config", config(example), "bench", "codecs", "--elements", "10000", "--json").stdout)
+    assert [row["codec"] for row in told["codecs"]] == ["int8", "int4"]
+    assert "[default: 30]" in run("--config", config(example), "train", "--help").stdout
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

@@ -21,6 +21,7 @@ from gradwire.planner.trial import try_method
 from gradwire.reducer import BucketTimes, GradientReducer, StepTimes, is_large
 from gradwire.telemetry import Telemetry
 from gradwire.telemetry.base import Record
+from gradwire.wire import TensorSpec
 
 __all__ = ["Watch", "facts"]
 
@@ -158,15 +159,18 @@ class Watch:
 
 
 def _error(how: str, gradient: Tensor) -> float | None:
-    """The part of a gradient's square that one exchange of it loses; error feedback sends it later."""
+    """The part of a gradient's square that is lost of what a rank sends; error feedback sends it later."""
     what = method(how)
     if isinstance(what, AllReduce):
         return 0.0
-    if not bool(torch.isfinite(gradient).all()):
+    if not math.isfinite(float(gradient.sum())):
         return None
     if isinstance(what, PowerSGD):
-        what = PowerSGD(what.rank, what.factors, 0, what.alternate)  # as it is once it has begun
-    return try_method(what, [{"": gradient}], gradient.numel(), _RANKS, known_processor_s=0.0).errors[""]
+        begun = PowerSGD(what.rank, what.factors, 0, what.alternate)
+        return try_method(begun, [{"": gradient}], gradient.numel(), _RANKS, known_processor_s=0.0).errors[""]
+    payload, _ = what.encode(gradient, what.init(TensorSpec.of(gradient)))
+    norm = float(gradient.square().sum())
+    return float((what.decode(payload) - gradient).square().sum()) / norm if norm > 0 else 0.0
 
 
 def _of_step(times: StepTimes) -> dict[str, Any]:

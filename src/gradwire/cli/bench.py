@@ -24,6 +24,7 @@ from gradwire.cli import (
     bench_plan,
     bench_rounds,
     bench_stragglers,
+    bench_telemetry,
     bench_train,
 )
 from gradwire.cli.completion import complete_codec
@@ -178,6 +179,7 @@ command(bench, "train")(bench_train.train)
 command(bench, "auto")(bench_auto.auto)
 command(bench, "rounds")(bench_rounds.rounds)
 command(bench, "stragglers")(bench_stragglers.stragglers)
+command(bench, "telemetry")(bench_telemetry.telemetry)
 command(bench, "exchange")(bench_exchange.exchange)
 command(bench, "plan")(bench_plan.plan)
 command(bench, "drift")(bench_plan.drift)
