@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.cli import main
+
 from .test_cli import run
 
 
@@ -81,11 +83,15 @@ def test_help_shows_the_defaults_of_the_file(config):
         ("[train\n", "is not TOML: "),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_what_is_allowed(text, message, config):
+def test_what_is_wrong_in_a_file_is_named_with_what_is_allowed(text, message, config, monkeypatch, capsys):
     file = config(text)
-    result = run("--config", file, "inspect", "nothing", status=2)
-    assert result.stderr.startswith(f"error: {file}")
-    assert message in result.stderr
+    monkeypatch.setattr(sys, "argv", ["gradwire", "--config", file, "inspect", "nothing"])
+    with pytest.raises(SystemExit) as status:
+        main()
+    assert status.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {file}")
+    assert message in told
 
 
 def test_the_file_of_the_manual_is_one(config):

@@ -81,16 +81,17 @@ def _of_command(command: Any, table: Mapping[str, Any], where: tuple[str, ...]) 
         if parameter is None:
             known = {each: each for each in options} | {each: f"[{'.'.join((*where, each))}]" for each in commands}
             raise ConfigError(f"`{name}` is no option of `gradwire {' '.join(where)}`; {_suggested(key, known)}.")
-        if parameter in found:
+        if parameter.name in found:
             raise ConfigError(f"`{name}` is given twice, under two of its names.")
-        found[parameter] = _value(kinds[parameter], value, name)
+        found[parameter.name] = _value(kinds[parameter.name], value, name)
+        parameter.show_default = True  # in --help: this one, whatever words stand for the default of the program
     return found
 
 
-def _options(command: Any) -> dict[str, str]:
-    """Long options of a command, without dashes, and the parameters they set."""
+def _options(command: Any) -> dict[str, Any]:
+    """The parameters of a command by their long options, without dashes."""
     return {
-        option[2:]: parameter.name
+        option[2:]: parameter
         for parameter in command.params
         if parameter.param_type_name == "option" and parameter.name in _kinds(command)
         for option in parameter.opts

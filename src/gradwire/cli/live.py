@@ -22,6 +22,7 @@ __all__ = ["LiveView"]
 
 _RECENT = 20  # steps whose median is shown
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_BAR = 30  # characters
 _COMPUTE, _EXPOSED, _ENCODE, _LOSS = "green", "yellow", "cyan", "magenta"
 
 
@@ -81,7 +82,7 @@ class LiveView:
         grid = Table.grid(padding=(0, 2))
         losses = [each for each in columns["loss"] if not math.isnan(each)]
         if losses:
-            grid.add_row("loss", Text(f"{losses[-1]:.4f}"), Text(sparkline(losses, 40), style=_LOSS))
+            grid.add_row("loss", Text(f"{losses[-1]:.4f}"), Text(sparkline(losses, _BAR), style=_LOSS))
         seconds, compute, exposed, encode = (
             _median(columns[name]) for name in ("seconds", "compute_s", "exposed_s", "encode_s")
         )
@@ -89,10 +90,10 @@ class LiveView:
             split = Text("")
             if not math.isnan(compute + exposed) and seconds > 0:
                 split.append(_ms(compute, "computing"), style=_COMPUTE)
-                split.append(_ms(exposed, "waiting for gradients"), style=_EXPOSED)
+                split.append(_ms(exposed, "waiting"), style=_EXPOSED)
                 split.append(f"{1000 * encode:.0f} ms encoding", style=_ENCODE)
-                bar = Text("█" * round(40 * compute / seconds), style=_COMPUTE)
-                bar.append("█" * max(0, 40 - round(40 * compute / seconds)), style=_EXPOSED)
+                bar = Text("█" * round(_BAR * compute / seconds), style=_COMPUTE)
+                bar.append("█" * max(0, _BAR - round(_BAR * compute / seconds)), style=_EXPOSED)
                 split = Text.assemble(bar, "  ", split)
             grid.add_row("a step", Text(f"{1000 * seconds:.0f} ms"), split)
         sent, dense = sum(columns["sent"]), sum(columns["dense"])

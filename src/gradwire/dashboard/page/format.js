@@ -11,14 +11,14 @@ var gradwire = {};
 
   const known = (value) => typeof value === "number" && Number.isFinite(value);
 
-  // The largest unit in which the value is at least one; minutes and hours only from two on.
-  function unit(kind, value) {
+  // The largest unit in which the value is at least one; minutes and hours only from `many` on.
+  function unit(kind, value, many = 2) {
     const units = UNITS[kind];
     if (!units) return [1, ""];
     const size = Math.abs(value);
     let found = units[0];
     for (const each of units) {
-      if (size >= each[0] * (each[0] >= 60 && kind === "seconds" ? 2 : 0.9995)) found = each;
+      if (size >= each[0] * (each[0] >= 60 && kind === "seconds" ? many : 0.9995)) found = each;
     }
     return size === 0 ? [1, kind === "seconds" ? "s" : "B"] : found;
   }
@@ -49,6 +49,7 @@ var gradwire = {};
   function duration(seconds) {
     if (!known(seconds)) return NONE;
     if (seconds < 120) return measured("seconds", seconds);
+    if (seconds < 1200) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
     const minutes = Math.round(seconds / 60);
     if (minutes < 120) return `${minutes} min`;
     const hours = Math.floor(minutes / 60);
@@ -64,7 +65,7 @@ var gradwire = {};
 
   // Round places between two ends, and how to write them.
   function ticks(kind, low, high, wanted) {
-    const [scale, name] = kind === "seconds" || kind === "bytes" ? unit(kind, Math.max(Math.abs(low), Math.abs(high))) : [1, ""];
+    const [scale, name] = kind === "seconds" || kind === "bytes" ? unit(kind, Math.max(Math.abs(low), Math.abs(high)), 10) : [1, ""];
     const span = (high - low) / scale;
     if (!(span > 0)) return { at: [], text: () => "" };
     const rough = span / Math.max(wanted, 1);

@@ -20,7 +20,7 @@
       this.codecs = [];
       for (const row of data.rows) for (const bucket of row.buckets) if (!this.codecs.includes(this._codec(bucket))) this.codecs.push(this._codec(bucket));
       const computing = data.rows.map((row) => row.compute_s).filter(g.known).sort((a, b) => a - b);
-      this.middle = computing.length > 1 ? computing[(computing.length - 1) >> 1] : null;
+      this.middle = computing.length > 1 ? (computing[(computing.length - 1) >> 1] + computing[computing.length >> 1]) / 2 : null;
       this.placed = this._place(data.rows.slice(0, ROWS));
       this.redraw();
     }
