@@ -626,3 +626,17 @@ def test_the_command(tmp_path):
     )
     assert "1 records kept" in repaired.stdout
     assert (tmp_path / "damaged.damaged").read_bytes() == damaged
+
+
+def test_a_server_records_its_queue_and_staleness(tmp_path):
+    with start({"w": torch.zeros(4)}, run_dir=str(tmp_path)) as server, CoordinatorClient(server.address) as client:
+        for version in range(3):
+            client.add_gradients({"w": torch.ones(4)}, version=version)
+    told = [json.loads(line) for line in (tmp_path / "coordinator.jsonl").read_text().splitlines()]
+    assert [told[0]["event"], told[-1]["event"]] == ["start", "done"]
+    last = [each for each in told if each["event"] == "coordinator"][-1]
+    assert last["applied"] == 3
+    assert last["refused"] == last["queued"] == 0
+    assert last["received"] > 0
+    assert last["version"] == 3
+    assert last["staleness"] == {"0": 3}

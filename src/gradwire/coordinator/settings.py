@@ -154,7 +154,7 @@ class ServeSettings:
 
     address: str = "127.0.0.1:7070"
     metrics: str | None = None
-    run_dir: Path | None = None  # a folder that gradwire dash shows
+    run_dir: str | None = None  # a folder that gradwire dash shows
     model: ModelRules = field(default_factory=ModelRules)
     staleness: Staleness = field(default_factory=Staleness)
     durability: Durability = field(default_factory=Durability)
