@@ -25,7 +25,7 @@ from gradwire.wire import TensorSpec
 
 __all__ = ["Watch", "facts"]
 
-_LOOK: Final = 1 << 19  # elements whose loss is looked at in one go
+_LOOK: Final = 1 << 18  # elements whose loss is looked at in one go
 _MOST: Final = 1 << 22  # of a tensor: larger ones are not looked at
 _SHARE: Final = 0.005  # of the time that may go into looking
 _RANKS: Final = 2  # that are played: an error does not depend on more
@@ -78,6 +78,7 @@ class Watch:
         self._flown = ""  # the plan that was told last
         self._turn = [name for name, each in reducer.parameters.items() if is_large(each) and each.numel() <= _MOST]
         self._next_look, self._looking, self._looked_s = 1, False, 0.0
+        self._due = True  # whether the step under way is looked at
         self._kept: dict[str, tuple[str, Tensor, float | None]] = {}  # how it travels, a gradient, what is kept back
         if not telemetry.started:
             peers = reducer.peers
@@ -86,7 +87,9 @@ class Watch:
                 rank=peers.rank, ranks=peers.size, codec=reducer.label, **facts(reducer.parameters), settings=told
             )
         reducer.on_step.append(self._step)
-        if telemetry.quality_every and self._turn and reducer.peers.size > 1:  # one rank alone loses nothing
+        # One rank alone loses nothing, and what one of many finds is about what all would.
+        self._looks = bool(telemetry.quality_every and self._turn and reducer.peers.size > 1 and not reducer.peers.rank)
+        if self._looks:
             reducer.on_gradient.append(self._gradient)
 
     def settle(self) -> None:
@@ -95,6 +98,8 @@ class Watch:
 
     def _step(self, step: int, times: StepTimes | None) -> None:
         loss, self.loss = self.loss, None
+        if self._looks:
+            self._due = step + 1 >= self._next_look and not self._looking
         if times is None:
             self._telemetry.record("note", step=step, what="the step was not taken: a rank's gradient held NaN or Inf")
             return
@@ -132,10 +137,11 @@ class Watch:
             every = self._telemetry.quality_every
             rest = math.ceil(self._looked_s / (_SHARE * seconds)) if seconds > 0 else 0  # NaN: of the first step
             self._next_look = step + max(every, rest)
+            self._due = False
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         """Keep a copy of those whose turn it is."""
-        if self._reducer.step + 1 < self._next_look or self._looking or not self._turn:
+        if not self._due:
             return
         if name != self._turn[0] and not (self._kept and name in self._turn):
             return

@@ -37,18 +37,18 @@ class Settings:
 
 @dataclass
 class TelemetryReport:
-    """What was measured: seconds a step of each turn, without and with telemetry.
+    """What was measured: seconds a step of each turn, and what telemetry took of the processor, a step.
 
-    >>> report = TelemetryReport(Settings(), {}, {"without": [0.05, 0.06], "with": [0.05, 0.06]},
-    ...     {"without": [0.080, 0.090], "with": [0.0801, 0.0901]})
+    >>> report = TelemetryReport(Settings(), {}, {"without": [0.05, 0.06], "with": [0.05, 0.06]}, 0.0001, 0.0002)
     >>> report.clock_ratio, round(report.added_s, 6)
-    (1.0, 0.0001)
+    (1.0, 0.0003)
     """
 
     settings: Settings
     machine: dict[str, Any]
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"without": [], "with": []})
-    processor_s: dict[str, list[float]] = field(default_factory=lambda: {"without": [], "with": []})
+    training_s: float = 0.0  # on the thread that trains
+    beside_s: float = 0.0  # on its own thread
 
     @property
     def clock_ratio(self) -> float:
@@ -59,10 +59,8 @@ class TelemetryReport:
 
     @property
     def added_s(self) -> float:
-        """Seconds of the processor that a step takes more, on all threads: the median of such turns."""
-        return statistics.median(
-            after - before for before, after in zip(self.processor_s["without"], self.processor_s["with"], strict=True)
-        )
+        """Of the processor, on both threads."""
+        return self.training_s + self.beside_s
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain JSON types."""
@@ -75,7 +73,9 @@ def measure(settings: Settings, notify: Notify = lambda _: None) -> TelemetryRep
     asked = {name: value for name, value in asdict(settings).items() if name != "workers"}
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         for event in run_workers(telemetry_worker.__name__, {**asked, "folder": folder}, settings.workers):
+            if event["event"] == "took":
+                report.training_s, report.beside_s = event["training_s"], event["beside_s"]
+                continue
             report.seconds[event["name"]].append(event["seconds"])
-            report.processor_s[event["name"]].append(event["processor_s"])
             notify(f"turn {len(report.seconds['with'])} of {settings.turns}")
     return report

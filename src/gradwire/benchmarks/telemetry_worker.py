@@ -1,6 +1,7 @@
 """One rank of two trainings that take turns, with and without telemetry: ``python -m ...telemetry_worker SETTINGS``.
 
-Rank 0 prints a JSON event a turn: seconds of the clock and of the processor, a step.
+Rank 0 prints a JSON event a turn: seconds of the clock a step. The last event has what telemetry itself took a step:
+on the thread that trains, and on its own.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters import compress
 from gradwire.collectives.rank import report, run_rank
+from gradwire.reducer import GradientReducer
 from gradwire.tasks import TASKS
 from gradwire.telemetry import Telemetry
 
@@ -47,17 +50,18 @@ def _run(settings: Settings, rank: int, ranks: int) -> None:
     task = TASKS[settings.task](batch_size=settings.batch_size)
     task.load()
     telemetry = Telemetry(settings.folder)
-    trainings = {}
+    trainings, before = {}, 0.0
     for name, watched in (("without", None), ("with", telemetry)):
         model = task.model()
         replica = DistributedDataParallel(model)
         compression = compress(replica, settings.codec, telemetry=watched)
         trainings[name] = (replica, task.optimizer(model), compression)
+    clock = _Clock(trainings["with"][2]._reducer)
     for turn in range(settings.turns + _WARM_UP):
         for name, (replica, optimizer, compression) in trainings.items():
             telemetry.flush()  # so that nothing of one is counted to the other
             dist.barrier()
-            clock, processor = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
             for step in range(settings.steps):
                 inputs, targets = task.batch(turn * settings.steps + step, rank, ranks)
                 optimizer.zero_grad()
@@ -65,13 +69,33 @@ def _run(settings: Settings, rank: int, ranks: int) -> None:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 compression.observe_loss(loss.item())
-            seconds = time.perf_counter() - clock
-            telemetry.flush()
-            used = time.process_time() - processor
+            seconds = time.perf_counter() - started
             if turn >= _WARM_UP:
-                each = {"seconds": seconds / settings.steps, "processor_s": used / settings.steps}
-                report(rank, event="turn", name=name, **each)
+                report(rank, event="turn", name=name, seconds=seconds / settings.steps)
+        if turn == _WARM_UP - 1:
+            telemetry.flush()
+            clock.seconds, before = 0.0, telemetry.busy_s
+    telemetry.flush()
+    steps = settings.turns * settings.steps
+    report(rank, event="took", training_s=clock.seconds / steps, beside_s=(telemetry.busy_s - before) / steps)
     telemetry.close()
+
+
+class _Clock:
+    """The processor's time of whatever listens to a reducer, on the thread that trains."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self.seconds = 0.0
+        reducer.on_step[:] = [self._timed(each) for each in reducer.on_step]
+        reducer.on_gradient[:] = [self._timed(each) for each in reducer.on_gradient]
+
+    def _timed(self, listener: Callable[..., None]) -> Callable[..., None]:
+        def listen(*arguments: object) -> None:
+            started = time.thread_time()
+            listener(*arguments)
+            self.seconds += time.thread_time() - started
+
+        return listen
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Telemetry:
     ['start', 'step', 'done']
     """
 
-    def __init__(self, *sinks: Sink | str | Path, quality_every: int = 20) -> None:
+    def __init__(self, *sinks: Sink | str | Path, quality_every: int = 50) -> None:
         if not isinstance(quality_every, int) or quality_every < 0:
             raise ConfigError(f"`quality_every` must be a whole number of steps, 0 for never; got {quality_every!r}.")
         self.quality_every = quality_every
@@ -80,6 +80,8 @@ class Telemetry:
         self._queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.busy_s = 0.0
+        """Seconds of the processor that the thread of the sinks has used so far."""
 
     @classmethod
     def of(cls, what: Telemetry | str | Path | None) -> Telemetry | None:
@@ -173,6 +175,7 @@ class Telemetry:
             if record is not None:
                 self._tell("write", record)
                 held = min(held, time.monotonic())
+            self.busy_s = time.thread_time()
         self._tell("close")
 
     def _made(self, make: Callable[[], Record | None]) -> Record | None:
