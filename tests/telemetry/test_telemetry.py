@@ -127,6 +127,25 @@ def test_the_environment_names_a_folder_and_programs_stay_as_they_are(tmp_path: 
     assert all(each["loss"] > 0 for each in told if each["event"] == "step")
 
 
+@pytest.mark.parametrize(
+    ("ending", "status", "what"),
+    [
+        ("compression.close()", "done", ""),
+        ("", "done", ""),  # nobody closed it, and nothing went wrong
+        ("raise ValueError('a bad day')", "failed", "ValueError: a bad day"),
+    ],
+)
+def test_how_a_program_ended(ending: str, status: str, what: str, tmp_path: Path) -> None:
+    program = PROGRAM.replace('"int4"', '"int4", telemetry=gradwire.Telemetry(sys.argv[1])')
+    program = program.replace("loss.item()", "loss.detach()").replace("compression.close()", ending)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=120, capture_output=True)
+    told = records(tmp_path / "rank-0.jsonl")
+    assert (told[-1]["event"], told[-1]["status"], told[-1]["what"]) == ("done", status, what)
+    losses = [each["loss"] for each in told if each["event"] == "step"]
+    assert len(losses) >= 2
+    assert all(isinstance(loss, float) for loss in losses)
+
+
 def _two_ranks(telemetry: list[Telemetry], what: str, gradients: list[list[torch.Tensor]], **options: Any) -> None:
     """Two ranks of threads reduce the gradients of each step, watched."""
 
@@ -220,8 +239,28 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     telemetry.close()
     with pytest.raises(ConfigError, match="close"):
         telemetry.start(rank=0, ranks=1)
-    with pytest.raises(ConfigError, match="HOST:PORT"):
-        Prometheus("9464")
+    for address in ("9464", 9464):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            Prometheus(address)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`most`"):
+        Memory(most=0)
+    with pytest.raises(ConfigError, match="`step`"):
+        Telemetry().step("1")  # type: ignore[arg-type]
+    for loss in ("0.5", torch.ones(2), [1.0]):
+        with pytest.raises(ConfigError, match="`loss` must be a number"):
+            Telemetry().step(1, loss=loss)  # type: ignore[arg-type]
+    for what in ("", False, 3):
+        with pytest.raises(ConfigError, match="`telemetry`"):
+            Telemetry.of(what)  # type: ignore[arg-type]
+
+
+def test_what_json_cannot_hold_does_not_end_the_file(tmp_path: Path) -> None:
+    with Telemetry(tmp_path) as telemetry:
+        telemetry.start(rank=0, ranks=1, settings={"where": tmp_path, 3: torch.tensor(0.5), "all": (1, float("inf"))})
+        telemetry.step(1, loss=torch.tensor(0.25))  # type: ignore[arg-type]
+    told = records(tmp_path / "rank-0.jsonl")
+    assert told[0]["settings"] == {"where": str(tmp_path), "3": 0.5, "all": [1, None]}
+    assert [each.get("loss") for each in told] == [None, 0.25, None]
 
 
 def test_only_rank_0_has_trackers(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from gradwire.errors import ConfigError
 from gradwire.planner import FIRST, Auto, Autopilot, Event, Plan
 from gradwire.reducer import GradientReducer, Traffic
 from gradwire.telemetry import Telemetry
+from gradwire.telemetry.base import as_number
 
 __all__ = ["Compression", "compress"]
 
@@ -96,7 +97,7 @@ def compress(
     )
     compression = Compression(reducer, Autopilot(reducer, auto, reducer.hosts) if auto is not None else None)
     if watched is not None:
-        compression.watch(watched, own=watched is not telemetry)
+        compression.watch(watched)
     model.register_comm_hook(compression, _hook)
     return compression
 
@@ -115,11 +116,10 @@ class Compression:
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
         """Where records go, for more of them: ``compression.telemetry.record("validation", step=100, loss=0.3)``."""
-        self._own = False  # whether nobody else closes it
 
-    def watch(self, telemetry: Telemetry, *, own: bool = False) -> None:
-        """Tell a telemetry what happens from now on; with ``own``, :meth:`close` closes it too."""
-        self._watch, self.telemetry, self._own = Watch(self._reducer, telemetry, self._autopilot), telemetry, own
+    def watch(self, telemetry: Telemetry) -> None:
+        """Tell a telemetry what happens from now on; :meth:`close` closes it too."""
+        self._watch, self.telemetry = Watch(self._reducer, telemetry, self._autopilot), telemetry
 
     @property
     def method(self) -> str:
@@ -138,6 +138,7 @@ class Compression:
 
     def observe_loss(self, loss: float) -> None:
         """Tell ``auto`` the loss of a step, and the telemetry: if it rises, gradients travel more exactly."""
+        loss = as_number("loss", loss)
         if self._watch is not None:
             self._watch.loss = loss
         if self._autopilot is not None:
@@ -224,7 +225,7 @@ class Compression:
         """End the threads and connections; the model can no longer be trained."""
         self.settle()
         self._reducer.close()
-        if self.telemetry is not None and self._own:
+        if self.telemetry is not None:
             self.telemetry.close()
 
 

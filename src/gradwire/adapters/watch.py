@@ -114,6 +114,7 @@ class Watch:
         self._plan_look(step, times.seconds)
 
     def _tell_plans(self, step: int) -> None:
+        """A plan is told when it is taken, and again when it is known how long its buckets take."""
         if self._autopilot is None or self._reducer.peers.rank:
             return
         for each in islice(self._autopilot.events, self._told, None):
@@ -122,9 +123,10 @@ class Watch:
         plan = self._autopilot.plan
         if plan is None or not self._autopilot.settled:
             return
-        if (text := plan.to_json()) != self._flown:
-            self._flown = text
-            told: dict[str, Any] = json.loads(text)
+        known = all(bucket.measured_s is not None for bucket in plan.buckets)
+        if (which := f"{plan.reason} {plan.measured_s} {plan.methods} {known}") != self._flown:
+            self._flown = which
+            told: dict[str, Any] = json.loads(plan.to_json())
             names = ("reason", "predicted_s", "measured_s", "computing_s", "alternatives", "buckets")
             self._telemetry.record("plan", step=step, name=plan.name, **{name: told.get(name) for name in names})
 

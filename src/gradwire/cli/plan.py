@@ -145,6 +145,8 @@ def _made(name: str) -> nn.Module:
         made = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"`--model` must be package.module:function; {name!r}: {error}.") from error
+    except Exception as error:  # whatever the user's function does
+        raise ConfigError(f"`--model` {name!r} could not be made: {type(error).__name__}: {error}.") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"`--model` must return a torch.nn.Module; {name!r} returned {type(made).__name__}.")
     return made

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from gradwire.errors import ConfigError
 
-__all__ = ["RUN_FOLDER", "Record", "Sink", "Telemetry"]
+__all__ = ["RUN_FOLDER", "Record", "Sink", "Telemetry", "as_number"]
 
 RUN_FOLDER: Final = "GRADWIRE_RUN_DIR"
 """Environment variable: a folder to which trainings write their records, whatever their program says."""
@@ -57,7 +58,8 @@ class Telemetry:
 
     Each of ``sinks`` is the path of a run's folder (every rank writes a file there, which ``gradwire dash`` and
     ``gradwire report`` read) or a sink of :mod:`gradwire.telemetry`. Give it to :func:`gradwire.compress`, and tell
-    losses to ``compression.observe_loss``; or call :meth:`start` and :meth:`step` from any loop.
+    losses to ``compression.observe_loss``; ``compression.close`` closes it. Or call :meth:`start` and :meth:`step` from
+    any loop.
 
     The training only puts records into a queue. A sink that fails is named in the log and left out; training goes on.
 
@@ -92,6 +94,8 @@ class Telemetry:
         """
         if isinstance(what, Telemetry):
             return what
+        if what is not None and (not isinstance(what, str | Path) or not str(what)):
+            raise ConfigError(f"`telemetry` must be the folder of a run, a Telemetry or None; got {what!r}.")
         folder = what or os.environ.get(RUN_FOLDER)
         return cls(folder) if folder else None
 
@@ -122,7 +126,9 @@ class Telemetry:
 
     def step(self, step: int, *, loss: float | None = None, **fields: Any) -> None:
         """A step was taken; ``fields`` as far as they are known: seconds, sent, received, dense, compute_s, ..."""
-        self.record("step", step=step, loss=loss, **fields)
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise ConfigError(f"`step` must be a whole number; got {step!r}.")
+        self.record("step", step=step, loss=None if loss is None else as_number("loss", loss), **fields)
 
     def later(self, make: Callable[[], Record | None]) -> None:
         """Have a record made on the thread of the sinks: for what takes time to find out."""
@@ -153,7 +159,7 @@ class Telemetry:
         if error is None:
             self.close()
         else:
-            self.close("failed", f"{type(error).__name__}: {error}")
+            self.close("failed", _words(error))
 
     def _run(self) -> None:
         held = math.inf  # since when sinks may hold something back
@@ -210,5 +216,26 @@ _open: weakref.WeakSet[Telemetry] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what ended the program, if something did
     for telemetry in list(_open):
-        telemetry.close("failed", "the program ended without closing it")
+        telemetry.close(*(("done",) if error is None else ("failed", _words(error))))
+
+
+def as_number(name: str, value: Any) -> float:
+    """A number, or a tensor or array that holds one, as a float.
+
+    >>> as_number("loss", 3)
+    3.0
+    """
+    try:
+        if isinstance(value, str | bytes | bool):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises the last for tensors of several elements
+        raise ConfigError(f"`{name}` must be a number; got {value!r:.80}.") from None
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {error}"

@@ -48,8 +48,8 @@ class JsonLines:
         assert self._file is not None
         try:
             line = json.dumps(record, separators=(",", ":"), allow_nan=False)
-        except ValueError:
-            line = json.dumps(_finite(record), separators=(",", ":"))
+        except (ValueError, TypeError):
+            line = json.dumps(_plain(record), separators=(",", ":"))
         self._file.write(line + "\n")
 
     def flush(self) -> None:
@@ -63,9 +63,17 @@ class JsonLines:
             self._file.close()
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """What JSON can hold of it: tensors of one number as that, other things as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    try:
+        return _plain(value.item())
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return str(value)[:1000]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from gradwire.errors import ConfigError
 from gradwire.telemetry.base import Record
 
 __all__ = ["Memory"]
@@ -22,6 +23,8 @@ class Memory:
     every_rank = True
 
     def __init__(self, most: int = 100_000) -> None:
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ConfigError(f"`most` must be a whole number of records; got {most!r}.")
         self.records: deque[Record] = deque(maxlen=most)
 
     def open(self, start: Record) -> None:

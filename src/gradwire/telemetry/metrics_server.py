@@ -19,7 +19,9 @@ class MetricsServer:
     >>> server.close()
     """
 
-    def __init__(self, address: str, metrics: Callable[[], str], ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, address: str, metrics: Callable[[], str], ready: Callable[[], bool], argument: str = "metrics"
+    ) -> None:
         host, _, port = address.rpartition(":")
 
         class Handler(BaseHTTPRequestHandler):
@@ -46,7 +48,7 @@ class MetricsServer:
         try:
             self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
         except OSError as error:
-            raise ConfigError(f"`metrics` {address} cannot be had: {error.strerror or error}.") from None
+            raise ConfigError(f"`{argument}` {address} cannot be had: {error.strerror or error}.") from None
         self._server.daemon_threads = True
         self.address = f"{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="gradwire-metrics")

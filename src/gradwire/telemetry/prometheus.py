@@ -30,7 +30,7 @@ class Prometheus:
     every_rank = True
 
     def __init__(self, address: str = "127.0.0.1:9464") -> None:
-        host, _, port = address.rpartition(":")
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"`address` must be HOST:PORT; got {address!r}.")
         self.address, self._host, self._port = address, host, int(port)
@@ -44,7 +44,7 @@ class Prometheus:
         """Listen."""
         self._rank = int(start["rank"])
         port = self._port + self._rank if self._port else 0
-        self._server = MetricsServer(f"{self._host}:{port}", self.page, lambda: True)
+        self._server = MetricsServer(f"{self._host}:{port}", self.page, lambda: True, "address")
         self.address = self._server.address
 
     def write(self, record: Record) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gradwire.errors import ConfigError
 from gradwire.extras import require
 from gradwire.telemetry.base import Record
 from gradwire.telemetry.scalars import scalars
@@ -61,6 +62,8 @@ class TensorBoard(_Tracker):
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise ConfigError(f"`folder` must be a path; got {folder!r}.")
         self.folder = str(folder)
         self._writer: Any = None
 
