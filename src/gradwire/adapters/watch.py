@@ -69,7 +69,6 @@ class Watch:
         reducer: GradientReducer,
         telemetry: Telemetry,
         autopilot: Autopilot | None = None,
-        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._reducer, self._telemetry, self._autopilot = reducer, telemetry, autopilot
         self.loss: float | None = None  # of the step that is under way, once somebody tells it
@@ -82,10 +81,7 @@ class Watch:
         self._kept: dict[str, tuple[str, Tensor, float | None]] = {}  # how it travels, a gradient, what is kept back
         if not telemetry.started:
             peers = reducer.peers
-            told = dict(settings) if settings is not None else {}
-            telemetry.start(
-                rank=peers.rank, ranks=peers.size, codec=reducer.label, **facts(reducer.parameters), settings=told
-            )
+            telemetry.start(rank=peers.rank, ranks=peers.size, codec=reducer.label, **facts(reducer.parameters))
         reducer.on_step.append(self._step)
         # One rank alone loses nothing, and what one of many finds is about what all would.
         self._looks = bool(telemetry.quality_every and self._turn and reducer.peers.size > 1 and not reducer.peers.rank)
