@@ -8,6 +8,8 @@ import random
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -819,3 +821,26 @@ def test_a_transport_can_be_chosen(alone, monkeypatch, named, kind):
     assert (peers.rank, peers.size, peers.timeout_s) == (0, 1, 7)
     agree(peers, "all is well")
     assert connect().name != peers.name  # or a second set of ranks would find the addresses of the first
+
+
+TRAINED = """
+import sys, torch, torch.distributed as dist
+from gradwire.collectives import connect
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+group = dist.group.WORLD
+connect().close()
+own = torch.ones(1000)
+for work in [dist.all_gather([torch.empty_like(own) for _ in range(2)], own, async_op=True) for _ in range(50)]:
+    work.wait()
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_that_ends_right_after_a_collective_of_torch_has_not_failed(tmp_path):
+    """Without gradwire one of three aborts, which torchrun counts as a failed training."""
+    for attempt in range(6):
+        command = [sys.executable, "-c", TRAINED, str(tmp_path / f"store-{attempt}")]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}) for rank in range(2)
+        ]
+        assert [rank.wait(30) for rank in ranks] == [0, 0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
+from functools import cache
 from importlib.util import find_spec
 from typing import Final
 
@@ -17,6 +20,18 @@ __all__ = ["connect"]
 
 _LONGEST_S: Final = 1e6
 _TRANSPORT: Final = "GRADWIRE_TRANSPORT"
+_LEAVE_S: Final = 0.05
+
+
+@cache
+def _leave_in_peace() -> None:
+    """Let the process end as it should, however it ends: registered once.
+
+    A thread of gloo's drops the last collective's tensors, for which it needs the interpreter. If that is finalizing
+    already, the process aborts ("terminate called without an active exception") and its launcher counts a training that
+    is over as failed: one exit of three right after a collective, when something still holds the group.
+    """
+    atexit.register(time.sleep, _LEAVE_S)
 
 
 def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> ProcessPeers:
@@ -40,6 +55,7 @@ def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0)
         raise ConfigError(f"{_TRANSPORT} must be 'sockets' or 'gloo'; got {transport!r}.")
     group = group if group is not None else dist.group.WORLD
     assert group is not None
+    _leave_in_peace()
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     # The store counts, not the process: in a group that was made anew some ranks are older than others.
     call = store().add(f"gradwire/{group.group_name}/calls/{rank}", 1)
