@@ -62,21 +62,22 @@ class _ShapedSwap:
 class Training:
     """Ranks with an autopilot each, and gradients of rank 4 and some noise."""
 
-    def __init__(self, ranks=2, settings=None, bits_per_s=1e8, noise=0.02):
+    def __init__(self, ranks=2, settings=None, bits_per_s=1e8, noise=0.02, forward_s=0.002, shapes=SHAPES):
         self.link, self.noise, self.step = {"seconds_per_byte": 8 / bits_per_s}, noise, 0
+        self.forward_s, self.shapes = forward_s, shapes
         self.peers = [Shaped(each, self.link) for each in Loopback.ranks(ranks)]
         self.settings = settings or Auto(candidates=("int8", "int4", "powersgd:8,start=0+int8"))
         made = results(on_every_rank(self._make, ranks, self.peers))
         self.reducers, self.pilots = [each[0] for each in made], [each[1] for each in made]
 
     def _make(self, peers):
-        parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in self.shapes.items()}
         reducer = GradientReducer(parameters, FIRST, peers, label="auto")
         return reducer, Autopilot(reducer, self.settings)
 
     def _gradient(self, name, rank, step):
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        shape = SHAPES[name]
+        shape = self.shapes[name]
         noise = self.noise * torch.randn(shape, generator=generator)
         if len(shape) == 1:
             return noise
@@ -88,7 +89,7 @@ class Training:
         def body(peers):
             reducer, pilot = self.reducers[peers.rank], self.pilots[peers.rank]
             for step in range(self.step, self.step + steps):
-                time.sleep(0.002)  # forward
+                time.sleep(self.forward_s)
                 for name, parameter in reducer.parameters.items():
                     parameter.grad = self._gradient(name, peers.rank, step)
                 if loss is not None:
@@ -98,7 +99,7 @@ class Training:
 
         means = results(on_every_rank(body, len(self.peers), self.peers))
         self.step += steps
-        for name in SHAPES:
+        for name in self.shapes:
             assert all(torch.equal(means[0][name].nan_to_num(), each[name].nan_to_num()) for each in means)
         assert len({str(pilot.plan and pilot.plan.methods) for pilot in self.pilots}) == 1
         return self.pilots[0]
@@ -161,6 +162,30 @@ def test_the_plan_follows_the_link(training, caplog):
     pilot = run.until(lambda pilot: pilot.settled and low_rank(pilot))
     assert any("instead of" in each.what for each in pilot.events)
     assert "instead of" in caplog.text
+
+
+def test_nothing_is_tried_where_nothing_is_to_gain_until_there_is(training):
+    run = training(bits_per_s=1e11, forward_s=0.1)
+    pilot = run.until(lambda pilot: pilot.settled)
+    assert "% of a step waits for the network): dense expected at" in pilot.events[0].what
+    assert set(pilot.plan.methods.values()) == {"dense"}
+    assert set(pilot.plan.alternatives) == {"dense"}
+    run.link["seconds_per_byte"] = 8 / 1e7
+    pilot = run.until(lambda pilot: pilot.settled and low_rank(pilot))
+    assert len(pilot.plan.alternatives) == 4
+
+
+def test_computing_that_takes_longer_is_no_reason_to_plan_again(training):
+    run = training(bits_per_s=1e11, forward_s=0.1)
+    pilot = run.until(lambda pilot: pilot.settled)
+    events = len(pilot.events)
+    run.forward_s = 0.25
+    assert len(run.run(16).events) == events
+
+
+def test_vectors_alone_travel_as_they_are(training):
+    pilot = training(bits_per_s=2e7, shapes={"bias": (256,)}).until(lambda pilot: pilot.settled)
+    assert pilot.plan.methods == {"bias": "dense"}
 
 
 def test_a_loss_that_leaves_its_band_steps_back_toward_dense(training):

@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from gradwire.collectives import agree, method
+from gradwire.collectives.base import ring_bytes
 from gradwire.collectives.peers import share, tell
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.planner.cache import PlanCache
@@ -33,15 +34,18 @@ FIRST: Final = "int8"
 _log: Final = logging.getLogger(__name__)
 
 _PROFILE_STEPS: Final = 6  # before the first plan; DDP makes its buckets anew after the first
-_RECALL_STEPS: Final = 3  # before the plan of an earlier training is taken up
+_LOOK_STEPS: Final = 2  # before a first look at the link
+_FAST: Final = 0.15  # of a step: what sending everything dense may take on a link that is fast enough to begin so
 _TRIED_STEPS: Final = 2  # whose gradients the methods are tried on
 _CLOSE: Final = 1.25  # a plan's rivals: those that are expected to take at most so much longer
 _DOUBT: Final = 1.07  # how much faster than dense a few steps must be: they vary as much, and dense loses nothing
+_GAIN: Final = 1 - 1 / _DOUBT  # of a dense step: no plan saves more than a step waits, and less than this saves nothing
 _CLOSE_BEFORE: Final = 1.15  # the same, for those that were timed in an earlier training
 _CONTEST_STEPS: Final = 4  # of each; the first is to warm up
 _AFTER_PLANNING_STEPS: Final = 3  # slower ones: what was measured has emptied caches
 _WINDOW: Final = 5  # steps whose median is a step time
-_DRIFT: Final = 1.3  # times longer or shorter: something has changed
+_DRIFT: Final = 0.25  # of a step: what it waits more or less than it did, when something has changed
+_MORE_TO_GAIN: Final = 1.5  # times what was nothing: then it is tried after all
 _LINK_DRIFT: Final = 1.5  # of a link, or of steps that are few
 _MATTERS: Final = 0.2  # of a step: what a change of the link is to add or to take, if all were dense
 _PROBE_S: Final = 60.0  # between looks at the link while nothing seems to change
@@ -87,6 +91,23 @@ class Event:
     what: str
 
 
+@dataclass(frozen=True)
+class _Pace:
+    """Of some steps."""
+
+    seconds: float  # a step, as the ranks saw it in the mean
+    waiting_s: float  # for means after the last gradient, by the rank that waits least: others wait for that one too
+
+    @property
+    def gains_nothing(self) -> bool:
+        """Whether no other plan can be enough faster, if all of this was dense."""
+        return self.waiting_s < _GAIN * self.seconds
+
+    def differs(self, now: _Pace) -> bool:
+        """Whether something has changed that plans are made of; computing by itself is none of that."""
+        return abs(now.waiting_s - self.waiting_s) > _DRIFT * min(now.seconds, self.seconds)
+
+
 class _Phase(Enum):
     PROFILING = "profiling"
     CONTEST = "contest"
@@ -117,13 +138,14 @@ class Autopilot:
         self._times: deque[StepTimes] = deque(maxlen=max(_WINDOW, _PROFILE_STEPS))
         self._situation: Situation | None = None
         self._rivals: list[Plan] = []
-        self._measured: list[float] = []
+        self._measured: list[_Pace] = []
+        self._pace: _Pace | None = None  # of the plan that flies
         self._recalled = False  # whether the rivals are those of an earlier training
         self._resting: list[Plan] = []  # of those, what was too slow to be tried again
-        self._incumbent: Plan | None = None  # with how long its last steps took: a new plan must beat it
+        self._incumbent: tuple[Plan, _Pace] | None = None  # with how its last steps went: a new plan must beat it
         self._captured: list[dict[str, Tensor]] = []
         self._sample: frozenset[str] = frozenset()
-        self._probed = self._tried = 0  # steps at which the link and the gradients were looked at last
+        self._probed = self._tried = self._sampled = 0  # steps at which link and gradients were looked at, and kept
         self._forbidden: dict[str, int] = {}  # methods, until a step
         self._cache = PlanCache(reducer.parameters, reducer.peers.size)
         self._loss, self._best_loss, self._bad_losses = math.nan, math.inf, 0
@@ -151,12 +173,14 @@ class Autopilot:
             self._times.append(times)
         age = step - self._since
         if self._phase is _Phase.PROFILING:
-            if age == _RECALL_STEPS and self.plan is None:
+            if self.plan is None and age == 0:
                 self._recall()
-            elif age == _PROFILE_STEPS - _TRIED_STEPS:
+            elif self.plan is None and age == _LOOK_STEPS:
+                self._look_at_link()
+            elif age >= _PROFILE_STEPS and self._steady():
+                self._plan_first()
+            elif age >= _PROFILE_STEPS - _TRIED_STEPS and not self._sample and not self._all_dense():
                 self._start_capture()
-            if age >= _PROFILE_STEPS and self._steady():
-                self._plan_anew("the first plan")
         elif self._phase is _Phase.CONTEST:
             if age >= _CONTEST_STEPS + (0 if self._measured else _AFTER_PLANNING_STEPS):
                 self._next_rival()
@@ -199,11 +223,38 @@ class Autopilot:
             self._fly(replace(plans[0], measured_s=None, reason="the last training"))
             self._enter(_Phase.CONTEST)
 
+    def _look_at_link(self) -> None:
+        """Go on in float32, if the link makes that no matter."""
+        per_byte = seconds_per_byte(self.reducer.peers, self.reducer.next_tags, None, self.hosts)
+        numel = sum(parameter.numel() for parameter in self.reducer.parameters.values())
+        if ring_bytes(numel, self.reducer.peers.size) * per_byte < _FAST * self._paced().seconds:
+            self.reducer.assign(dict.fromkeys(self.reducer.parameters, DENSE))
+            self._times.clear()
+
+    def _all_dense(self) -> bool:
+        return set(self.reducer.methods.values()) == {DENSE}
+
+    def _plan_first(self) -> None:
+        """A plan after the first steps; without any trials, if there is nothing to be gained."""
+        pace = self._paced()
+        if not any(bucket.names for bucket in self._layout()):
+            self._plan_anew("the first plan (nothing is large enough to be compressed)", (DENSE,))
+        elif not self._all_dense():
+            self._plan_anew("the first plan")
+        elif pace.gains_nothing:
+            waits = f"only {pace.waiting_s / pace.seconds:.0%} of a step waits for the network"
+            self._plan_anew(f"the first plan ({waits})", (DENSE,))
+        elif not self._sample:
+            self._start_capture()
+        elif self.reducer.step - self._sampled >= _TRIED_STEPS:
+            self._plan_anew("the first plan")
+
     # What is measured.
 
     def _start_capture(self) -> None:
         """Keep some of the next gradients of this rank, to try methods on."""
         self._sample, self._captured = frozenset(name for bucket in self._layout() for name in bucket.sample), []
+        self._sampled = self.reducer.step
         self._stop_capture()
         self.reducer.on_gradient.append(self._keep)
 
@@ -264,21 +315,26 @@ class Autopilot:
         *means, done = [statistics.mean(each) for each in zip(*map(json.loads, told), strict=True)]
         return tuple(max(means[: place + 1]) for place in range(len(means))), done
 
-    def _step_time(self) -> float:
-        """The median of the last steps, as the ranks saw it in the mean."""
-        mine = statistics.median(each.seconds for each in self._times) if self._times else math.nan
-        told = tell(self.reducer.peers, str(mine), self.reducer.next_tags(), "the time of a step")
-        return statistics.mean(map(float, told))
+    def _paced(self) -> _Pace:
+        """The medians of the last steps; NaN if there are none."""
+        mine = [math.nan, math.nan]
+        if self._times:
+            waits = [each.seconds - max(bucket.ready_s for bucket in each.buckets) for each in self._times]
+            mine = [statistics.median(each.seconds for each in self._times), statistics.median(waits)]
+        told = tell(self.reducer.peers, " ".join(map(str, mine)), self.reducer.next_tags(), "the time of a step")
+        seconds, waiting = zip(*([float(word) for word in line.split()] for line in told), strict=True)
+        return _Pace(statistics.mean(seconds), min(waiting))
 
     # Plans.
 
-    def _plan_anew(self, reason: str) -> None:
+    def _plan_anew(self, reason: str, candidates: Sequence[str] | None = None) -> None:
         """Measure, and plan; rivals that come close are tried in the next steps."""
         peers, tags = self.reducer.peers, self.reducer.next_tags
         buckets, seen = self._layout(), self._seen()
-        machine = probe_machine(peers, tags)
+        candidates = self.settings.candidates if candidates is None else candidates
+        machine = probe_machine(peers, tags) if len(candidates) > 1 else Machine()
         network = probe_network(peers, tags, machine, self.hosts)
-        trials = self._try(self.settings.candidates) if self._sample else self._known_trials(buckets)
+        trials = self._try(candidates) if self._sample or len(candidates) == 1 else self._known_trials(buckets)
         if trials is None:  # buckets have changed, or gradients could not be tried: look at others first
             self._enter(_Phase.PROFILING)
             return
@@ -286,9 +342,14 @@ class Autopilot:
         self._probed = self.reducer.step
         self._choose(reason)
 
+    @property
+    def _tested(self) -> bool:
+        """Whether all candidates were tried; not if there was nothing to gain."""
+        return self._situation is not None and set(self.settings.candidates) <= _tried(self._situation)
+
     def _known_trials(self, buckets: Sequence[Bucket]) -> Sequence[Mapping[str, Trial]] | None:
         before = self._situation
-        return before.trials if before is not None and before.buckets == tuple(buckets) else None
+        return before.trials if before is not None and self._tested and before.buckets == tuple(buckets) else None
 
     def _situated(
         self,
@@ -311,7 +372,8 @@ class Autopilot:
         if self._situation is None:  # the plan came from a checkpoint or an earlier training
             self._enter(_Phase.PROFILING)
             return
-        allowed = [each for each in self.settings.candidates if self._forbidden.get(each, -1) < self.reducer.step]
+        tried = [each for each in self.settings.candidates if each in _tried(self._situation)]
+        allowed = [each for each in tried if self._forbidden.get(each, -1) < self.reducer.step]
         best = choose(self._situation, allowed, reason)
         score = best.predicted_s * (1 + best.extra_steps)
         self._rivals, self._measured, self._resting = [best], [], []
@@ -335,30 +397,30 @@ class Autopilot:
         """Note how long the steps of a plan took; after the last of them, take the best."""
         while len(self._times) > _CONTEST_STEPS - 1:
             self._times.popleft()
-        self._measured.append(self._step_time())
-        done = len(self._measured)
-        if done < len(self._rivals):
+        self._measured.append(pace := self._paced())
+        done, over = len(self._measured), pace.gains_nothing and self._all_dense()
+        if done < len(self._rivals) and not over:
             self._fly(replace(self._rivals[done], measured_s=None))
             self._enter(_Phase.CONTEST)
             return
-        timed = [replace(plan, measured_s=took) for plan, took in zip(self._rivals, self._measured, strict=True)]
-        if self._recalled:
-            self._recalled = False
-            before, now = self._rivals[0].measured_s or math.inf, self._measured[0]
-            if now > _LINK_DRIFT * before:
-                self._say(f"steps took {1000 * now:.0f} ms instead of {1000 * before:.0f}")
-                self._enter(_Phase.PROFILING)
-                return
+        recalled, self._recalled = self._recalled, False
+        before, now = self._rivals[0].measured_s or math.inf, self._measured[0].seconds
+        if recalled and not over and now > _LINK_DRIFT * before:
+            self._say(f"steps took {1000 * now:.0f} ms instead of {1000 * before:.0f}")
+            self._enter(_Phase.PROFILING)
+            return
+        timed = [] if self._incumbent is None else [self._incumbent]
+        for plan, went in zip(self._rivals, self._measured, strict=False):
             # A few steps tell little: those of earlier trainings count as much.
-            both = [(plan.measured_s or took, took) for plan, took in zip(self._rivals, self._measured, strict=True)]
-            timed = [replace(plan, measured_s=sum(each) / 2) for plan, each in zip(timed, both, strict=True)]
-        timed += [self._incumbent] if self._incumbent is not None else []
-        timed.sort(key=_to_beat)
-        best, self._incumbent = timed[0], None
+            earlier = plan.measured_s if recalled and plan.measured_s else went.seconds
+            timed.append((replace(plan, measured_s=(earlier + went.seconds) / 2), went))
+        timed.sort(key=lambda each: _to_beat(each[0]))
+        (best, self._pace), self._incumbent = timed[0], None
         if len(timed) > 1:
-            self._say("; ".join(f"{plan.name} took {1000 * (plan.measured_s or 0):.0f} ms" for plan in timed))
+            self._say("; ".join(f"{plan.name} took {1000 * (plan.measured_s or 0):.0f} ms" for plan, _ in timed))
         self._fly(best)
-        every = [*timed, *self._resting]
+        others = [plan for plan in [*self._rivals[done:], *self._resting] if plan.measured_s]
+        every = [*(plan for plan, _ in timed), *others]
         different = {str(sorted(plan.methods.items())): plan.to_json() for plan in reversed(every)}
         self._cache.keep_plans(list(reversed(different.values())))
         self._tried = self.reducer.step
@@ -368,18 +430,22 @@ class Autopilot:
 
     def _review(self) -> None:
         assert self.plan is not None
-        took, loss = self._step_time(), self._shared_loss()
-        expected, step = self.plan.measured_s, self.reducer.step
+        now, loss, step = self._paced(), self._shared_loss(), self.reducer.step
+        before = self._pace or now
+        self._pace = before if before.seconds > 0 else None  # not NaN
         self.plan = replace(self.plan, buckets=self._with_measured_times(self.plan))
         self._since = step
-        if not math.isnan(took) and expected and not 1 / _DRIFT < took / expected < _DRIFT:
-            self._incumbent = replace(self.plan, measured_s=took)
-            self._plan_anew(f"steps took {1000 * took:.0f} ms instead of {1000 * expected:.0f}")
+        if before.differs(now):
+            self._incumbent = replace(self.plan, measured_s=now.seconds), now
+            waits = f"steps wait {1000 * now.waiting_s:.0f} ms for the network"
+            self._plan_anew(f"{waits} instead of {1000 * before.waiting_s:.0f}")
         elif self._guard(loss):
             self._choose("the loss has left its band")
-        elif (step - self._probed) * took > _PROBE_S and self._link_has_changed(self.plan):
+        elif (step - self._probed) * now.seconds > _PROBE_S and self._link_has_changed(self.plan):
             self._plan_anew("the link has changed")
-        elif step - self._tried >= _QUALITY_STEPS and self._times:
+        elif not self._tested and self._all_dense() and now.waiting_s > _MORE_TO_GAIN * _GAIN * now.seconds:
+            self._enter(_Phase.PROFILING)
+        elif step - self._tried >= _QUALITY_STEPS and self._times and not self._all_dense():
             self._tried = step
             self._start_capture()
 
@@ -460,13 +526,18 @@ class Autopilot:
         if not isinstance(state, Mapping) or not {"plan", "settled"} <= set(state):
             raise ConfigError(f"`state` must come from state_dict(), with a plan; got {state!r:.80}.")
         self.plan = Plan.from_json(state["plan"]) if state["plan"] else None
-        self._situation = None
+        self._situation = self._pace = self._incumbent = None
+        self._recalled = False
         if state["settled"] and self.plan is not None:
             self._enter(_Phase.CRUISING)
             self._probed = self._tried = self.reducer.step
         else:
             self.reducer.assign(dict.fromkeys(self.reducer.parameters, FIRST))
             self._enter(_Phase.PROFILING)
+
+
+def _tried(situation: Situation) -> set[str]:
+    return {what for trials in situation.trials for what in trials}
 
 
 def _to_beat(plan: Plan) -> float:

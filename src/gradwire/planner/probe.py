@@ -64,21 +64,21 @@ def probe_network(peers: Peers, tags: Tags, machine: Machine, hosts: tuple[int, 
     return Network(between, dense, within)
 
 
-def seconds_per_byte(peers: Peers, tags: Tags, before: Link, hosts: tuple[int, ...] = ()) -> float:
-    """What a byte that a rank sends takes now, on a link whose figures of some time ago are known: a short look.
+def seconds_per_byte(peers: Peers, tags: Tags, before: Link | None, hosts: tuple[int, ...] = ()) -> float:
+    """What a byte that a rank sends takes now: a short look at a link; ``before`` is what is known of it, if anything.
 
     >>> from itertools import count
     >>> from gradwire.collectives.loopback import Alone
-    >>> seconds_per_byte(Alone(), count().__next__, Link(0.0, 0.0, 0.0))
+    >>> seconds_per_byte(Alone(), count().__next__, None)
     0.0
     """
     if peers.size == 1:
         return 0.0
     outside = _teams(peers, hosts)[0] if len(set(hosts)) < len(hosts) else peers
     exchange, _ = _swapping(outside, peers, tags)
-    nbytes = _long_enough(before)
+    nbytes = _long_enough(before) if before is not None else _FIRST_BYTES
     took = min(_timed(peers, tags, exchange, nbytes)[0] for _ in range(2))
-    return max(0.0, took - before.latency_s) / nbytes
+    return max(0.0, took - (before.latency_s if before is not None else 0.0)) / nbytes
 
 
 def _long_enough(link: Link) -> int:

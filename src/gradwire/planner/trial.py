@@ -22,7 +22,6 @@ from gradwire.reducer import SMALL, GradientReducer
 __all__ = ["Trial", "dense_trial", "sample_of", "try_method"]
 
 _MOST_RANKS: Final = 4  # that are played by threads; for more, costs are computed from theirs
-_REPEATS: Final = 2
 _SAMPLE: Final = 1 << 18  # elements of a bucket that are tried, if whole tensors need not be
 
 
@@ -67,8 +66,8 @@ def try_method(
 ) -> Trial:
     """Reduce gradients of a bucket, those of one step after another, among ranks that are threads of this process.
 
-    ``numel`` is what the whole bucket has of such tensors. The last step is repeated for its cost, once if one is
-    known: whatever disturbs a measurement makes it larger, so the least is taken.
+    ``numel`` is what the whole bucket has of such tensors. Steps after the first are timed for their cost, the last one
+    again if none is known: whatever disturbs a measurement makes it larger, so the least is taken.
 
     >>> steps = [{"w": torch.randn(64, 64)} for _ in range(2)]
     >>> trial = try_method("int8", steps, numel=4096, ranks=2)
@@ -83,7 +82,8 @@ def try_method(
     played = min(ranks, _MOST_RANKS)
     sample = sum(each.numel() for each in gradients[0].values())
     sums: dict[str, Tensor] = {}
-    repeats = _REPEATS if known_processor_s is None else 1
+    again = known_processor_s is None or len(gradients) == 1
+    timed = [*gradients, gradients[-1]] if again else gradients
     seconds, sents = list[float](), [0] * played
 
     def play(peers: Loopback, meet: threading.Barrier) -> None:
@@ -93,7 +93,7 @@ def try_method(
         sizes = [each.numel() for each in parameters.values()]
         shapes = [each.shape for each in parameters.values()]
         pieces = [piece.view(shape) for piece, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
-        for number, step in enumerate([*gradients, *[gradients[-1]] * repeats]):
+        for number, step in enumerate(timed):
             for piece, gradient in zip(pieces, step.values(), strict=True):
                 piece.copy_(gradient)
             meet.wait()
@@ -101,9 +101,10 @@ def try_method(
             reducer.start(list(parameters), pieces, last=True, flat=flat).result()
             sents[peers.rank] = reducer.traffic.sent_bytes
             meet.wait()
-            if peers.rank == 0 and number >= len(gradients):
-                seconds.append((time.process_time() - started) / played)
-            elif peers.rank == 0:
+            took = (time.process_time() - started) / played
+            if peers.rank == 0 and number > 0:
+                seconds.append(took)
+            if peers.rank == 0 and number < len(gradients):
                 for name, piece in zip(parameters, pieces, strict=True):
                     sums[name] = sums[name] + piece if name in sums else piece.clone()
             meet.wait()
@@ -162,6 +163,8 @@ def _in_threads(play: Callable[[Loopback, threading.Barrier], None], ranks: int)
 
 
 def _relative_error(sent: Tensor, steps: Sequence[Tensor]) -> float:
-    true = torch.stack([step.double() for step in steps]).sum(0)
-    norm = float(true.square().sum())
-    return float((sent.double() - true).square().sum()) / norm if norm > 0 else 0.0
+    true = sum(steps[1:], steps[0])
+    largest = true.abs().max()  # by which squares neither overflow nor vanish
+    if not largest > 0:
+        return 0.0
+    return float(((sent - true) / largest).norm() / (true / largest).norm()) ** 2
