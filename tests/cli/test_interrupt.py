@@ -32,14 +32,22 @@ def alive(process):
         return False
 
 
-def start(*arguments, stderr=subprocess.PIPE):
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started(*arguments, stderr=subprocess.PIPE):
+    """A command as a terminal starts it: nohup, or a shell's &, would have it ignore SIGINT."""
+    with subprocess.Popen(
         [sys.executable, "-m", "gradwire", *arguments],
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
         start_new_session=True,
-    )
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as command:
+        try:
+            yield command
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(command.pid, signal.SIGKILL)
 
 
 def wait_for(what, seconds=60.0):
@@ -53,7 +61,7 @@ def wait_for(what, seconds=60.0):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("to_all", [False, True], ids=["to the program", "to all, as a terminal does"])
 def test_an_interrupted_training_ends_with_status_130_and_takes_its_workers_along(to_all):
-    with start("train", "--steps", "100000") as training:
+    with started("train", "--steps", "100000") as training:
         workers = wait_for(lambda: len(found := descendants(training.pid)) == 2 and found)
         time.sleep(4.0)  # until they train
         (os.killpg if to_all else os.kill)(training.pid, signal.SIGINT)
@@ -76,7 +84,7 @@ def test_an_interrupted_training_ends_with_status_130_and_takes_its_workers_alon
 )
 def test_an_interrupted_command_ends_with_status_130(shown, arguments):
     terminal = Terminal()
-    with start(*arguments, stderr=terminal.side) as command:
+    with started(*arguments, stderr=terminal.side) as command:
         os.close(terminal.side)
         seen = terminal.shows(shown)
         os.kill(command.pid, signal.SIGINT)
