@@ -159,6 +159,21 @@ def test_a_failed_step_commits_nothing(what, where, nonfinite):
     same(results(reduce(group, 3)))
 
 
+def test_an_error_names_the_parameter_that_its_bucket_begins_with():
+    def body(peers):
+        reducer, gradients = GradientReducer(parameters(), "int4", peers), gradients_of(peers.rank, 0)
+        gradients["b"][0, 0] = torch.nan if peers.rank == 1 else 0.0
+        buckets = (["c", "norm", "d"], ["b", "scale"], ["a", "bias"])
+        started = [reducer.start(names, [gradients[n] for n in names], last="a" in names) for names in buckets]
+        for future in started:
+            future.exception(TIMEOUT_S)
+        return started[1].result()
+
+    for error in on_every_rank(body, 3):
+        assert isinstance(error, NonFiniteError)
+        assert str(error) == "bucket 3 of step 0: NaN or Inf on ranks [1]. Bucket 3 begins with parameter 'b'."
+
+
 def assert_equal(these, those):
     assert these.keys() == those.keys()
     for name in these:

@@ -35,7 +35,7 @@ from gradwire.collectives.base import STAGES, ring_bytes
 from gradwire.collectives.choose import flat_collective, is_elementwise
 from gradwire.collectives.low_rank import LowRank
 from gradwire.collectives.processes import ProcessPeers
-from gradwire.errors import ConfigError, NonFiniteError
+from gradwire.errors import ConfigError, NonFiniteError, PeerError
 from gradwire.kernels.memory import empty
 from gradwire.wire import Key, TensorSpec
 
@@ -337,7 +337,12 @@ class GradientReducer:
             if x is None:
                 pieces = [gradient.reshape(-1).to(torch.float32) for gradient in gradients]
                 x = torch.cat(pieces, out=empty(sum(section.sizes), torch.float32, pieces[0].device))
-            return (yield from section.collective.reduce(x.view(section.shape), section.state, key, tag, in_place))
+            try:
+                return (yield from section.collective.reduce(x.view(section.shape), section.state, key, tag, in_place))
+            except (NonFiniteError, PeerError) as error:
+                # Collectives know the number alone, which all ranks share; names are what a person can look up.
+                error.args = (f"{error} Bucket {section.number} begins with parameter {section.names[0]!r}.",)
+                raise
 
         def arrived(future: Future[Reduced]) -> None:
             error = future.exception()

@@ -228,7 +228,8 @@ def test_training_goes_on_after_a_nan(answers, case):
     for rank in same_on_every_rank(answers[f"nonfinite_{case}"], "parameters", "errors"):
         ((step, error),) = rank["errors"]
         assert step == 2
-        assert re.fullmatch(r"bucket \d+ of step 2: NaN or Inf on ranks \[1\]\.", error)
+        place = r"bucket (\d+) of step 2: NaN or Inf on ranks \[1\]\. Bucket \1 begins with parameter '[\w.]+'\."
+        assert re.fullmatch(place, error)
         assert rank["finite"]
 
 

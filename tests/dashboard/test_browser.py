@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from gradwire.dashboard.report import report as make_report
 from gradwire.dashboard.server import DashboardServer
 from gradwire.dashboard.store import Store
 from tests.dashboard.folders import append, many_steps, note, plan, quality, start, step, validation, whole_run
@@ -175,6 +176,48 @@ def test_new_steps_show_without_reload(serve, watched, tmp_path):
     tile_says(page, "state", "failed")
     page.get_by_text("rank 3 was lost").first.wait_for()
     assert page.evaluate("window.same")
+
+
+def worker_states(page):
+    return page.locator("#workers tbody td:nth-child(3)").all_inner_texts()
+
+
+def test_a_worker_without_an_end_is_said_to_be_silent_when_another_failed_or_after_a_minute(serve, watched, tmp_path):
+    now = time.time()
+    failed = {"event": "done", "time": now, "status": "failed", "what": "rank 1 was lost"}
+    append(tmp_path / "failed", "rank-0.jsonl", start(0, 2, time=now - 9), step(1, time=now - 5), failed)
+    append(tmp_path / "failed", "rank-1.jsonl", start(1, 2, time=now - 9), step(1, time=now - 5))
+    page = watched.open(serve(tmp_path / "failed"))
+    tile_says(page, "state", "failed")
+    told = page.evaluate("seconds => new Date(1000 * seconds).toLocaleTimeString('en-GB')", now - 5)
+    eventually(lambda: [each[-8:] for each in worker_states(page)] == ["failed", told])
+    assert worker_states(page)[1].startswith("no word since ")
+    report = tmp_path / "report.html"
+    report.write_bytes(make_report(Store([tmp_path / "failed"]))[0])
+    page = watched.open(report.as_uri())
+    eventually(lambda: [each[-8:] for each in worker_states(page)] == ["failed", told])
+    now = time.time()
+    for rank, age in enumerate((1, 50)):
+        append(tmp_path / "slow", f"rank-{rank}.jsonl", start(rank, 2, time=now - 90), step(1, time=now - age))
+    page = watched.open(serve(tmp_path / "slow"))
+    tile_says(page, "state", "running")
+    eventually(lambda: worker_states(page) == ["running", "running"], seconds=8)
+    eventually(lambda: worker_states(page)[1].startswith("no word since "), seconds=20)
+    assert worker_states(page)[0] == "running"
+
+
+def test_the_page_opens_on_the_run_that_was_started_last_and_stays_there(serve, watched, tmp_path):
+    for name, begun in (("a", 1.7e9), ("newest", 1.7e9 + 500), ("c", 1.7e9 + 1)):
+        append(tmp_path / name, "rank-0.jsonl", start(time=begun), *[step(each) for each in range(1, 3000)])
+    append(tmp_path / "a", "rank-0.jsonl", step(3000, time=1.7e9 + 800))  # the latest record is of an older run
+    page = watched.open(serve(tmp_path))
+    until(page, "() => document.querySelectorAll('#runs-table .state').length === 3")
+    until(page, "() => [...document.querySelectorAll('#runs-table .state')].every((e) => e.textContent === 'running')")
+    assert page.title() == "newest - gradwire"
+    append(tmp_path / "later", "rank-0.jsonl", start(time=1.7e9 + 900), step(1))
+    page.locator("#runs-table").get_by_role("button", name="later").wait_for()
+    page.wait_for_timeout(1500)
+    assert page.title() == "newest - gradwire"
 
 
 def test_an_idle_page_asks_only_whether_there_is_news(serve, watched, tmp_path):

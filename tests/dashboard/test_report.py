@@ -100,6 +100,18 @@ def test_the_command_writes_the_file_and_says_what_is_in_it(tmp_path):
     }
 
 
+def test_counts_are_whole_numbers_in_json(tmp_path):
+    append(tmp_path / "run", "rank-0.jsonl", start(steps=2), step(1, sent=1000), step(2, sent=1001))
+    command = [sys.executable, "-m", "gradwire", "report", "run", "--json"]
+    told = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout)["runs"][0]
+    counts = ["ranks", "parameters", "planned", "step", "step_bytes", "sent", "dense", "restarts", "dropped", "skipped"]
+    assert {name: type(told[name]) for name in counts} == dict.fromkeys(counts, int)
+    assert (told["parameters"], told["step_bytes"], told["sent"]) == (1000, 1000, 2001)
+    assert {name: type(told[name]) for name in ("seconds", "step_s", "time")} == dict.fromkeys(
+        ("seconds", "step_s", "time"), float
+    )
+
+
 def test_a_folder_without_runs_is_named(tmp_path):
     command = [sys.executable, "-m", "gradwire", "report", str(tmp_path), "-o", str(tmp_path / "out.html")]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -295,6 +295,30 @@ def test_a_slow_worker_is_marked(tmp_path):
     assert [each["rank"] for each in views.workers(run) if each["slow"]] == [2]
 
 
+def test_a_worker_is_known_to_live_until_its_last_record_of_any_kind(tmp_path):
+    append(tmp_path, "rank-0.jsonl", start(0, 2), step(1), note(50, "waiting"))
+    append(tmp_path, "rank-1.jsonl", start(1, 2), step(1), {"event": "done", "time": BEGIN + 9, "status": "failed"})
+    told = views.workers(read(tmp_path))
+    assert [(each["state"], each["time"]) for each in told] == [("running", BEGIN + 5), ("failed", BEGIN + 9)]
+
+
+def test_a_run_started_when_it_was_started_last(tmp_path):
+    append(tmp_path / "run", "rank-0.jsonl", start(time=BEGIN + 7), step(1), start(time=BEGIN + 30))
+    assert views.summary(read(tmp_path / "run"))["started"] == BEGIN + 30
+    append(tmp_path / "served", "coordinator.jsonl", coordinator(5), coordinator(6))
+    assert views.summary(read(tmp_path / "served"))["started"] == BEGIN + 5
+    append(tmp_path / "odd", "rank-0.jsonl", start(time="noon"))
+    assert views.summary(read(tmp_path / "odd"))["started"] is None
+
+
+def test_a_run_that_nobody_has_looked_at_is_still_to_be_read(tmp_path):
+    run = Run(whole(tmp_path / "run"))
+    assert (run.reading, run.progress) == (True, 0.0)
+    while run.poll():
+        pass
+    assert (run.reading, run.progress) == (False, 1.0)
+
+
 def test_a_timeline_is_of_the_last_step_that_all_have_or_of_any(tmp_path):
     for rank, steps in enumerate((20, 19, 20)):
         append(tmp_path, f"rank-{rank}.jsonl", *[step(each, compute_s=each / 100) for each in range(1, steps + 1)])

@@ -28,7 +28,7 @@ from gradwire.cli import (
     bench_train,
 )
 from gradwire.cli.completion import complete_codec
-from gradwire.cli.manual import EXIT_STATUS, command, manual
+from gradwire.cli.manual import EXIT_STATUS, Group, command, manual
 from gradwire.cli.output import JsonOption, errors, print_json, show, table
 from gradwire.codecs import Codec, codec, registered
 from gradwire.codecs.sparse import Sparse, index_nbytes
@@ -40,6 +40,8 @@ from gradwire.wire import TensorSpec
 __all__ = ["bench"]
 
 bench = typer.Typer(
+    cls=Group,
+    add_completion=False,
     help=manual(
         """Measure what codecs weigh, how fast they are here, and what training gains.
 

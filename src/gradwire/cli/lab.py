@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from gradwire.cli.manual import EXIT_STATUS, command, manual
+from gradwire.cli.manual import EXIT_STATUS, Group, command, manual
 from gradwire.cli.output import JsonOption, console, errors, print_json, show, size, table
 from gradwire.errors import ConfigError, LabError
 from gradwire.lab import Lab, parse_rate
@@ -21,6 +21,8 @@ from gradwire.lab.arguments import check_hosts, check_name
 __all__ = ["lab"]
 
 lab = typer.Typer(
+    cls=Group,
+    add_completion=False,
     help=manual(
         """Hosts with slow links, on this machine. Needs Linux and root.
 

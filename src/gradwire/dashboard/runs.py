@@ -57,6 +57,7 @@ class Rank:
         self.starts = 0
         self.done: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
+        self.time = 0.0  # of its latest record
         self.table = StepTable()
 
     @property
@@ -140,6 +141,7 @@ class Run:
         self._files: dict[int | None, Lines] = {}
         self._teller: dict[str, int] = {}  # whose layout, layers, ... are shown: those of the lowest rank
         self._noted: dict[tuple[Any, Any], dict[str, Any]] = {}
+        self._looked = False  # whether the sizes of files are known
 
     def poll(self, seconds: float = 0.2) -> bool:
         """Read what is new, for about so long at most; True if there is more to read."""
@@ -151,6 +153,7 @@ class Run:
             self._find()
             for lines in self._files.values():
                 lines.refresh()
+        self._looked = True
         while True:
             waiting = [(rank, lines) for rank, lines in self._files.items() if lines.more]
             for rank, lines in waiting:
@@ -163,13 +166,21 @@ class Run:
     @property
     def progress(self) -> float:
         """How much of the files has been read, from 0 to 1."""
+        if not self._looked:
+            return 0.0
         size = sum(lines.size for lines in self._files.values())
         return min(sum(lines.position for lines in self._files.values()) / size, 1.0) if size else 1.0
 
     @property
     def reading(self) -> bool:
         """Whether there is more to read, as far as known."""
-        return any(lines.more for lines in self._files.values())
+        return not self._looked or any(lines.more for lines in self._files.values())
+
+    @property
+    def started(self) -> float:
+        """When it was started, for the last time if it was started again; 0 if that is not known."""
+        told = [number(rank.start.get("time")) for rank in self.ranks.values()]
+        return max((each for each in (*told, *self.coordinator.columns["time"][:1]) if each > 0), default=0.0)
 
     @property
     def state(self) -> str:
@@ -237,6 +248,8 @@ class Run:
         known = self.ranks.get(rank)
         if known is None:
             known = self.ranks[rank] = Rank()
+        if at > known.time:
+            known.time = at
         if event == "step":
             step = whole(record.get("step"))
             if step is None:

@@ -47,7 +47,7 @@ def summary(run: Run) -> dict[str, Any]:
     """
     rank = run.first or Rank()
     columns, start = rank.columns, rank.start
-    sent, dense = _last(columns["sent_total"]), _last(columns["dense_total"])
+    sent, dense = _count(_last(columns["sent_total"])), _count(_last(columns["dense_total"]))
     ends = [each.done for each in run.ranks.values() if each.done is not None]
     bad = next((end for end in ends if end.get("status") != "done"), None)
     steps = number(start.get("steps"))
@@ -58,19 +58,20 @@ def summary(run: Run) -> dict[str, Any]:
             "what": (bad or {}).get("what"),
             "codec": start.get("codec"),
             "ranks": start.get("ranks") if type(start.get("ranks")) is int else len(run.ranks),
-            "parameters": number(start.get("parameters")),
+            "parameters": _count(number(start.get("parameters"))),
             "planned": int(steps) if steps >= 1 else None,
-            "step": _last(columns["step"]),
+            "step": _count(_last(columns["step"])),
             "loss": _latest(columns["loss"]),
             "seconds": _last(columns["seconds_total"]),
             "step_s": _middle(columns["seconds"]),
-            "step_bytes": _middle(columns["sent"]),
+            "step_bytes": _count(_middle(columns["sent"])),
             "sent": sent,
             "dense": dense,
             "ratio": sent / dense if sent is not None and dense else None,
             "validation": run.validations[-1] if run.validations else None,
             "restarts": max(rank.starts - 1, 0),
             "dropped": run.dropped,
+            "started": run.started or None,
             "time": run.time or None,
             "skipped": run.skipped,
             "reading": run.reading,
@@ -143,7 +144,10 @@ def _listed(column: Floats) -> list[float | int | None]:
 
 
 def workers(run: Run) -> list[dict[str, Any]]:
-    """A line about each rank; ``slow`` if it computes a quarter longer than the rank in the middle."""
+    """A line about each rank; ``slow`` if it computes a quarter longer than the rank in the middle.
+
+    A rank that has not said that it ended is ``running``: ``time`` is that of its last word, for whoever shows it.
+    """
     found = [_worker(number, run.ranks[number]) for number in sorted(run.ranks)[:_RANKS]]
     computing = [each["compute_s"] for each in found if each["compute_s"] is not None]
     middle = median(computing) if computing else 0.0
@@ -158,13 +162,13 @@ def _worker(number: int, rank: Rank) -> dict[str, Any]:
         {
             "rank": number,
             "host": rank.start.get("host"),
-            "step": _last(columns["step"]),
+            "step": _count(_last(columns["step"])),
             "step_s": _middle(columns["seconds"]),
             "compute_s": _middle(columns["compute_s"]),
             "exposed_s": _middle(columns["exposed_s"]),
-            "sent": _last(columns["sent_total"]),
+            "sent": _count(_last(columns["sent_total"])),
             "state": "running" if rank.done is None else rank.done.get("status"),
-            "time": _last(columns["time"]),
+            "time": rank.time or None,
         }
     )
 
@@ -315,11 +319,13 @@ def _value(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _last(column: Any) -> float | int | None:
-    if not len(column):
-        return None
-    last = float(column[-1])
-    return int(last) if last.is_integer() else last
+def _last(column: Any) -> float | None:
+    return float(column[-1]) if len(column) else None
+
+
+def _count(value: float | None) -> int | None:
+    """Of what is counted, such as steps or bytes: columns hold floats, and a median may lie between two."""
+    return None if value is None or not math.isfinite(value) else round(value)
 
 
 def _latest(column: Any) -> float | None:

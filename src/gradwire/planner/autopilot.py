@@ -85,10 +85,17 @@ class Auto:
 
 @dataclass(frozen=True)
 class Event:
-    """Something the autopilot did, and why."""
+    """Something the autopilot did, and why.
+
+    >>> print(Event(12, "the first plan: int4 expected at 80 ms a step"))
+    step 12: the first plan: int4 expected at 80 ms a step
+    """
 
     step: int
     what: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -200,9 +207,9 @@ class Autopilot:
         self._times.clear()
 
     def _say(self, what: str) -> None:
-        self.events.append(Event(self.reducer.step, what))
+        self.events.append(event := Event(self.reducer.step, what))
         if self.reducer.peers.rank == 0:
-            _log.info("step %d: %s", self.reducer.step, what)
+            _log.info("%s", event)
 
     def _recall(self) -> None:
         """Take up the plans of the last training, if the link is what it was; their steps are timed again."""

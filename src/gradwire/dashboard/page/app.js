@@ -8,7 +8,7 @@
   const SILENT_S = 60;
 
   const source = g.source();
-  const state = { version: -1, runs: [], focus: null, ticked: new Set(), touched: false, axis: "step", target: null, layer: null, step: null, plan: null };
+  const state = { version: -1, runs: [], focus: null, ticked: new Set(), touched: false, opened: false, axis: "step", target: null, layer: null, step: null, plan: null };
   const cache = new Map(); // what -> {version, data}
   let busy = false, again = false;
 
@@ -138,6 +138,16 @@
 
   const text = (value) => (typeof value === "string" && value ? value : g.NONE);
   const when = (seconds) => (g.known(seconds) ? new Date(seconds * 1000).toLocaleString("en-GB") : g.NONE);
+  const now = () => (source.live ? Date.now() / 1000 : source.data.made);
+  const silent = (row) => g.known(row.time) && now() - row.time > SILENT_S;
+  const today = (seconds) => new Date(seconds * 1000).toDateString() === new Date().toDateString();
+  const clock = (seconds) => (g.known(seconds) && today(seconds) ? new Date(seconds * 1000).toLocaleTimeString("en-GB") : when(seconds));
+
+  // A rank that was killed cannot say so: its file just ends.
+  function workerState(row, focus) {
+    const lost = row.state === "running" && focus && !focus.reading && (focus.state === "failed" || silent(row));
+    return lost ? `no word since ${clock(row.time)}` : text(row.state);
+  }
 
   function pill(row) {
     const said = row.reading ? `reading ${Math.floor(100 * row.progress)}%` : row.state;
@@ -159,6 +169,7 @@
 
   // ---- choosing ----
   function choose(id) {
+    state.opened = true;
     if (state.focus === id) return;
     Object.assign(state, { focus: id, layer: null, step: null, plan: null });
     state.ticked.add(id);
@@ -251,11 +262,12 @@
 
   function chooseFirst() {
     if (!state.runs.length) return;
-    if (!run()) {
-      // One that goes on, else the one with the latest record.
-      const order = [...state.runs].sort((a, b) => (b.state === "running") - (a.state === "running") || (b.time || 0) - (a.time || 0));
-      state.focus = order[0].id;
-      state.ticked.add(state.focus);
+    if (!run() || !state.opened) {
+      // The one that was started last; which that is shows when the beginning of each has been read.
+      const newest = [...state.runs].sort((a, b) => (b.started || 0) - (a.started || 0) || (b.time || 0) - (a.time || 0))[0];
+      state.opened = state.runs.every((each) => !each.reading);
+      state.focus = newest.id;
+      state.ticked.add(newest.id);
     }
     if (!state.touched && state.runs.length <= 6) for (const each of state.runs) state.ticked.add(each.id);
   }
@@ -266,6 +278,7 @@
     showTiles();
     showLoss();
     showSeries();
+    showTimeline();
     showWorkers();
     showLayers();
     showPlans();
@@ -303,8 +316,8 @@
     const focus = run();
     if (!focus) return;
     const left = focus.state === "running" && g.known(focus.planned) && g.known(focus.step_s) ? Math.max(0, focus.planned - (focus.step || 0)) * focus.step_s : null;
-    const quiet = source.live && focus.state === "running" && !focus.reading && g.known(focus.time) ? Date.now() / 1000 - focus.time : 0;
-    const about = focus.state === "failed" ? text(focus.what) : quiet > SILENT_S ? `no news for ${g.duration(quiet)}` : [`${g.count(focus.ranks)} ${focus.ranks === 1 ? "worker" : "workers"}`, text(focus.codec)].join(", ");
+    const quiet = focus.state === "running" && !focus.reading && silent(focus);
+    const about = focus.state === "failed" ? text(focus.what) : quiet ? `no news for ${g.duration(now() - focus.time)}` : [`${g.count(focus.ranks)} ${focus.ranks === 1 ? "worker" : "workers"}`, text(focus.codec)].join(", ");
     const validation = focus.validation || {};
     const checked = [g.known(validation.loss) ? `validation ${g.significant(validation.loss, 3)}` : null, g.known(validation.accuracy) ? `${g.significant(100 * validation.accuracy, 3)}%` : null].filter(Boolean).join(", ");
     const bar = e("div", { class: "bar" }, e("i"));
@@ -355,13 +368,17 @@
     lines("ratio", "bytes", [["ratio", "sent / float32", "--c3"]]);
   }
 
-  function showWorkers() {
-    const data = cached(`timeline ${state.focus} ${state.step}`), rows = cached(`workers ${state.focus}`) || [];
+  function showTimeline() {
+    const data = cached(`timeline ${state.focus} ${state.step}`);
     if (data) timeline.set(data);
     timeline.note = data && data.step !== null ? `step ${g.count(data.step)}` : "";
-    workers.set(rows);
-    timeline.element.hidden = !rows.length;
     timeline.plotElement.hidden = !data || !data.rows.length;
+  }
+
+  function showWorkers() {
+    const focus = run(), rows = cached(`workers ${state.focus}`) || [];
+    workers.set(rows.map((row) => ({ ...row, state: workerState(row, focus) })));
+    timeline.element.hidden = !rows.length;
   }
 
   function showLayers() {
@@ -466,7 +483,7 @@
   if (source.live && location.search) window.history.replaceState(null, "", location.pathname);
   sync();
   if (source.live) {
-    setInterval(() => { if (document.visibilityState === "visible") { sync(); showTiles(); } }, EVERY_MS);
+    setInterval(() => { if (document.visibilityState === "visible") { sync(); showTiles(); showWorkers(); } }, EVERY_MS);
     document.addEventListener("visibilitychange", () => { if (document.visibilityState === "visible") sync(); });
   }
 })();
