@@ -7,11 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 import gradwire
-from gradwire.cli import app, completion
-from gradwire.cli.app import _COMMANDS
 
 GRADWIRE = Path(sys.executable).with_name("gradwire")
 
@@ -32,35 +29,6 @@ def test_bash_gets_commands_options_and_values():
     assert bash("gradwire", "plan", "--model", "c") == ["charlm"]
     assert "ddp" in bash("gradwire", "bench", "train", "--method", "")
     assert "up" in bash("gradwire", "lab", "")
-
-
-def imported(*words, complete=True):
-    """The top-level packages that were imported to complete the last of these words, or to run them."""
-    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
-    if complete:
-        environment |= {"_GRADWIRE_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words)}
-        environment |= {"COMP_CWORD": str(len(words) - 1)}
-    command = [GRADWIRE] if complete else words
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    return {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
-
-
-@pytest.mark.parametrize("command", ["", "train", "plan", "doctor", "inspect", "dash", "report", "lab", "serve"])
-def test_completing_commands_and_options_does_not_import_torch(command):
-    found = imported("gradwire", *([command, "--"] if command else [""]))
-    assert "gradwire" in found
-    assert "torch" not in found
-
-
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_help_and_version_do_not_import_torch(option):
-    assert "torch" not in imported(GRADWIRE, option, complete=False)
-
-
-def test_tasks_and_first_sentences_are_those_of_what_is_imported_later():
-    assert list(completion.TASKS) == list(gradwire.tasks.TASKS)
-    for name, command in get_command(app).commands.items():
-        assert command.help.partition("\n")[0] == _COMMANDS[name]
 
 
 def test_every_codec_that_needs_no_quotes_is_completed_and_each_is_one():

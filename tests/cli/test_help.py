@@ -11,8 +11,6 @@ import typer.main
 from typer.testing import CliRunner
 
 from gradwire.cli import app
-from gradwire.coordinator.access import ROLES
-from gradwire.planner import CANDIDATES
 
 from .test_cli import run
 
@@ -65,13 +63,6 @@ def test_examples_fit_and_name_commands_and_options_that_exist(path):
 def test_every_option_is_explained_by_a_sentence(path):
     for parameter in ALL[path].params:
         assert parameter.help, f"{path} {parameter.name}"
-
-
-def test_what_help_says_of_the_planner_and_of_roles_is_true():
-    (candidates,) = [each.show_default for each in ALL["plan"].params if each.name == "codecs"]
-    assert candidates == ", ".join(CANDIDATES)
-    (roles,) = [each.help for each in ALL["serve token"].params if each.name == "role"]
-    assert ", ".join(ROLES) in roles
 
 
 @pytest.mark.parametrize("path", ALL)

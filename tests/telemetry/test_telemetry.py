@@ -68,7 +68,7 @@ def test_auto_tells_its_plans_and_reasons(tmp_path: Path) -> None:
     told = records(tmp_path / "rank-0.jsonl")
     assert any("the first plan" in each["what"] for each in told if each["event"] == "note")
     plan = next(each for each in told if each["event"] == "plan")
-    assert {"dense", "int8", "int4"} <= set(plan["alternatives"])
+    assert plan["alternatives"]["dense"] > 0  # the only one, if there is nothing to gain
     assert plan["predicted_s"] > 0
     assert plan["buckets"][0]["method"]
     assert plan["reason"]

@@ -204,10 +204,11 @@ def draw(report: AutoReport, file: Path) -> None:
     axis.invert_yaxis()
     axis.set(
         xscale="log",
-        xlim=(0.8, None),
+        xlim=(0.95 * min(0.85, *(each for cell in cells for each in (cell.first, cell.later))), None),
         xlabel=f"seconds of {report.settings.target_steps} steps, over those of the best fixed method",
     )
-    ticks = [tick for tick in (0.7, 0.85, 1, 1.1, 1.25, 1.5, 2, 3, 5, 8, 12, 20) if tick <= axis.get_xlim()[1]]
+    least, most = axis.get_xlim()
+    ticks = [tick for tick in (0.5, 0.6, 0.7, 0.85, 1, 1.1, 1.25, 1.5, 2, 3, 5, 8, 12, 20) if least <= tick <= most]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xticks([], minor=True)
     axis.grid(alpha=0.25)

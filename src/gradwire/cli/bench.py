@@ -41,7 +41,6 @@ __all__ = ["bench"]
 
 bench = typer.Typer(
     cls=Group,
-    add_completion=False,
     help=manual(
         """Measure what codecs weigh, how fast they are here, and what training gains.
 

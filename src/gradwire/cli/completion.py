@@ -11,7 +11,10 @@ from typing import Final
 
 import typer
 
-__all__ = ["TASKS", "bash_protocol", "complete_codec", "complete_method", "complete_model", "complete_task"]
+from gradwire.codecs import registered
+from gradwire.tasks import TASKS
+
+__all__ = ["bash_protocol", "complete_codec", "complete_method", "complete_model", "complete_task"]
 
 _EXAMPLES: Final = {
     "auto": "measure, and choose for every bucket",
@@ -24,8 +27,7 @@ _EXAMPLES: Final = {
     "powersgd:16+int8": "factors of rank 16, in 8 bits",
 }
 _VALUES: Final = ("int8", "int4", "int2", "fp8", "bf16", "fp16", "sign")  # what the second part of a chain may be
-TASKS: Final = {"digits": "a CNN on scanned digits", "charlm": "a small GPT on text, character by character"}
-"""Built-in trainings, as :data:`gradwire.tasks.TASKS` has them, without importing these and torch."""
+_TASKS: Final = {"digits": "a CNN on scanned digits", "charlm": "a small GPT on text, character by character"}
 _BREAKS: Final = re.compile(r"^[:=]+$")
 
 
@@ -40,8 +42,6 @@ def complete_codec(incomplete: str) -> list[tuple[str, str]]:
     carrier, plus, _ = incomplete.rpartition("+")
     if plus:
         return [(f"{carrier}+{each}", "") for each in _VALUES if f"{carrier}+{each}".startswith(incomplete)]
-    from gradwire.codecs import registered
-
     firsts = {str(kind.examples()[0]): _first_line(kind) for kind in registered().values()}
     plain = {name: about for name, about in firsts.items() if "(" not in name}  # which needs quotes in a shell
     known = _EXAMPLES | {name: about for name, about in plain.items() if name not in _EXAMPLES}
@@ -64,7 +64,7 @@ def complete_task(incomplete: str) -> list[tuple[str, str]]:
     >>> complete_task("d")
     [('digits', 'a CNN on scanned digits')]
     """
-    return [(name, about) for name, about in TASKS.items() if name.startswith(incomplete)]
+    return [(name, _TASKS.get(name, "")) for name in TASKS if name.startswith(incomplete)]
 
 
 def complete_model(incomplete: str) -> list[tuple[str, str]]:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
+import torch.distributed as dist
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from gradwire.cli.output import JsonOption, console, errors, print_json, show, table
+from gradwire.clusters import run_workers
+from gradwire.doctor import (
+    Finding,
+    Level,
+    LinkReport,
+    machine_findings,
+    network_findings,
+    optional_findings,
+    software_findings,
+    worst,
+)
+from gradwire.doctor.links import measure_links
 from gradwire.errors import ConfigError, GradwireError, PeerError
-
-if TYPE_CHECKING:
-    from gradwire.doctor import Finding, Level, LinkReport
 
 __all__ = ["doctor"]
 
@@ -51,8 +61,6 @@ def doctor(
       $ gradwire doctor --workers 0 --json
       $ torchrun --nproc-per-node 2 -m gradwire doctor
     """
-    from gradwire.doctor import machine_findings, network_findings, optional_findings, software_findings, worst
-
     if not 0 <= workers <= _MOST_WORKERS:
         raise ConfigError(f"`--workers` must be from 0 to {_MOST_WORKERS}; got {workers}.")
     joined, rank = all(name in os.environ for name in _JOINED), int(os.environ.get("RANK", "0"))
@@ -75,8 +83,6 @@ def doctor(
 
 def _links(workers: int | None) -> tuple[LinkReport | None, list[Finding]]:
     """Of processes that are started, or of the ranks that torchrun has started."""
-    from gradwire.doctor import Finding
-
     where = "the ranks of torchrun" if workers is None else f"{workers} processes"
     try:
         with errors.status(f"measuring links between {where}"):
@@ -91,9 +97,6 @@ def _links(workers: int | None) -> tuple[LinkReport | None, list[Finding]]:
 
 
 def _links_of_processes(workers: int) -> LinkReport:
-    from gradwire.clusters import run_workers
-    from gradwire.doctor import LinkReport
-
     for event in run_workers("gradwire.doctor.rank", {}, workers):
         if event.pop("event") == "links":
             return LinkReport.of(event)
@@ -101,10 +104,7 @@ def _links_of_processes(workers: int) -> LinkReport:
 
 
 def _links_of_torchrun() -> LinkReport:
-    import torch.distributed as dist
-
     from gradwire.clusters.torchrun import join
-    from gradwire.doctor.links import measure_links
 
     join("gloo", timeout_s=_PATIENCE_S)
     try:

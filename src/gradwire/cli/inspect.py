@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from gradwire import wire
 from gradwire.cli.output import JsonOption, print_json, show, size, table
+from gradwire.codecs import codec
 from gradwire.errors import ConfigError, WireError
-
-if TYPE_CHECKING:
-    from gradwire.wire import Payload
 
 __all__ = ["inspect"]
 
@@ -37,8 +36,6 @@ def inspect(
       $ gradwire inspect gradient.gw
       $ cat gradient.gw | gradwire inspect - --json
     """
-    from gradwire import wire
-
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
@@ -71,10 +68,7 @@ def inspect(
     show(table("parts", {"part": "left", "dtype": "left", "items": "right", "bytes": "right"}, parts))
 
 
-def _facts(payload: Payload, length: int) -> dict[str, Any]:
-    from gradwire import wire
-    from gradwire.codecs import codec
-
+def _facts(payload: wire.Payload, length: int) -> dict[str, Any]:
     spec = payload.spec
     try:
         decoder = codec(payload.codec)

@@ -22,7 +22,6 @@ __all__ = ["lab"]
 
 lab = typer.Typer(
     cls=Group,
-    add_completion=False,
     help=manual(
         """Hosts with slow links, on this machine. Needs Linux and root.
 

@@ -7,21 +7,28 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from torch import Tensor, nn
 
-from gradwire.cli.completion import TASKS, complete_codec, complete_model
+from gradwire.benchmarks.plan_plot import draw_scaling
+from gradwire.benchmarks.training import BATCH_SIZES
+from gradwire.cli.completion import complete_codec, complete_model
 from gradwire.cli.output import JsonOption, console, errors, print_json, show, size, table
 from gradwire.errors import ConfigError
 from gradwire.lab import parse_rate
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from gradwire.planner import Plan
-    from gradwire.planner.simulate import Workload
+from gradwire.planner import CANDIDATES, Auto, Plan
+from gradwire.planner.simulate import (
+    Workload,
+    describe_workload,
+    network_of,
+    plan_on_paper,
+    profile_workload,
+    try_on_workload,
+)
+from gradwire.tasks import TASKS
 
 __all__ = ["plan", "plan_table"]
 
@@ -54,7 +61,7 @@ def plan(
             "--codec",
             help="A candidate; may be given several times.",
             autocompletion=complete_codec,
-            show_default="dense, int8, int4, powersgd:16,start=0+int8",  # planner.CANDIDATES
+            show_default=", ".join(CANDIDATES),
         ),
     ] = None,
     simulate: Annotated[
@@ -77,9 +84,6 @@ def plan(
       $ gradwire plan --simulate --hosts 64 --rate 10gbit
       $ gradwire plan --model torch.nn:Transformer --step-ms 200
     """
-    from gradwire.planner import CANDIDATES, Auto
-    from gradwire.planner.simulate import network_of, plan_on_paper, try_on_workload
-
     bits = parse_rate(rate, argument="--rate")
     if not 2 <= hosts <= _MOST_HOSTS:
         raise ConfigError(f"`--hosts` must be from 2 to {_MOST_HOSTS}; got {hosts}.")
@@ -97,8 +101,6 @@ def plan(
             network = network_of(bits, count, latency_ms / 1000)
             plans.append(plan_on_paper(workload, count, network, candidates=candidates, trials=trials))
     if plot is not None:
-        from gradwire.benchmarks.plan_plot import draw_scaling
-
         draw_scaling(counts, plans, f"{model}, {rate}", plot)
     if as_json:
         shown = {str(count): _as_json(each) for count, each in zip(counts, plans, strict=True)}
@@ -117,10 +119,6 @@ def _counts(hosts: int) -> list[int]:
 
 
 def _workload(model: str, step_ms: float | None, batch_size: int | None) -> Workload:
-    from gradwire.benchmarks.training import BATCH_SIZES
-    from gradwire.planner.simulate import describe_workload, profile_workload
-    from gradwire.tasks import TASKS
-
     if model in TASKS:
         task = TASKS[model](batch_size=batch_size or BATCH_SIZES[model])
         task.load()
@@ -141,8 +139,6 @@ def _workload(model: str, step_ms: float | None, batch_size: int | None) -> Work
 
 
 def _made(name: str) -> nn.Module:
-    from torch import nn
-
     module, _, function = name.partition(":")
     sys.path.insert(0, "")  # as python -m would find it
     try:
@@ -159,7 +155,6 @@ def _made(name: str) -> nn.Module:
 def plan_table(plan: Plan, title: str) -> Table:
     """A plan for people: a line a bucket, and the step under it.
 
-    >>> from torch import nn
     >>> from gradwire.planner.simulate import describe_workload, network_of, plan_on_paper
     >>> paper = plan_on_paper(describe_workload(nn.Linear(512, 512), 0.1), 4, network_of(1e8, 4), candidates=["int4"])
     >>> plan_table(paper, "a layer").row_count

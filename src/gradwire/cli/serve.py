@@ -7,17 +7,19 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from gradwire.cli.manual import EXIT_STATUS, Group, command, manual
 from gradwire.cli.output import JsonOption, console, errors, print_json, show, size, table
+from gradwire.coordinator.access import ROLES, Worker, new_token, token_hash
+from gradwire.coordinator.client import CoordinatorClient
+from gradwire.coordinator.connection import Credentials
+from gradwire.coordinator.journal import repair as repair_journal
+from gradwire.coordinator.server import Server
+from gradwire.coordinator.settings import ServeSettings, load_settings
 from gradwire.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gradwire.coordinator.client import CoordinatorClient
-    from gradwire.coordinator.server import Server
 
 __all__ = ["serve"]
 
@@ -35,7 +37,7 @@ Examples:
   $ gradwire serve token alice >> serve.toml
 """
 
-serve = typer.Typer(cls=Group, add_completion=False, help=manual(_ABOUT), epilog=EXIT_STATUS)
+serve = typer.Typer(cls=Group, help=manual(_ABOUT), epilog=EXIT_STATUS)
 
 AddressArgument = Annotated[str, typer.Argument(help="HOST:PORT of the server.", metavar="ADDRESS")]
 AuthorityOption = Annotated[
@@ -58,9 +60,6 @@ def _serve(
         if source is not None and source.name == "COMMANDLINE":
             raise ConfigError("`--config` is for serving; leave it out, or the command after it.")
         return
-    from gradwire.coordinator.server import Server
-    from gradwire.coordinator.settings import ServeSettings, load_settings
-
     settings = ServeSettings() if config is None else load_settings(config)
     faulthandler.enable()  # a service that crashes in native code must say where
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
@@ -79,9 +78,6 @@ def _announce(server: Server) -> None:
 
 
 def _client(address: str, authority: Path | None, certificate: Path | None, key: Path | None) -> CoordinatorClient:
-    from gradwire.coordinator.client import CoordinatorClient
-    from gradwire.coordinator.connection import Credentials
-
     known = Credentials(os.environ.get(_TOKEN), authority, certificate, key)
     return CoordinatorClient(address, credentials=known, retry_s=5.0)
 
@@ -183,7 +179,9 @@ def token(
     name: Annotated[str, typer.Argument(help="Of the worker.", metavar="NAME")],
     role: Annotated[
         list[str] | None,
-        typer.Option("--role", help="What it may do, of push, read, admin; several times.", show_default="push, read"),
+        typer.Option(
+            "--role", help=f"What it may do, of {', '.join(ROLES)}; several times.", show_default="push, read"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -197,8 +195,6 @@ def token(
       $ gradwire serve token alice >> serve.toml
       $ gradwire serve token operator --role admin --role read
     """
-    from gradwire.coordinator.access import Worker, new_token, token_hash
-
     secret = new_token()
     worker = Worker(name, token_hash(secret), tuple(role or ("push", "read")))
     if as_json:
@@ -226,8 +222,6 @@ def repair(
 
       $ gradwire serve repair model/journal-0000000007
     """
-    from gradwire.coordinator.journal import repair as repair_journal
-
     records, cut = repair_journal(path)
     if as_json:
         print_json({"records": records, "cut_bytes": cut, "kept_in": f"{path}.damaged" if cut else None})

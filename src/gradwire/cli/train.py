@@ -12,12 +12,17 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gradwire.cli.completion import TASKS, complete_codec, complete_task
+from gradwire.cli.completion import complete_codec, complete_task
 from gradwire.cli.live import LiveView
 from gradwire.cli.output import JsonOption, errors, print_json, show, size, table
+from gradwire.cli.plan import plan_table
+from gradwire.clusters import run_workers
+from gradwire.collectives import method
 from gradwire.dashboard.runs import Run
 from gradwire.errors import ConfigError
 from gradwire.lab import Lab, parse_rate
+from gradwire.planner import Plan
+from gradwire.tasks import TASKS
 
 __all__ = ["train"]
 
@@ -102,8 +107,6 @@ def train(
       $ gradwire train --run-dir runs/first
       $ gradwire train --ratio 0.1 --checkpoints run --steps 200
     """
-    from gradwire.clusters import run_workers
-
     settings = {**_settings(task, codec or "int4", workers, epochs, steps, batch_size, seed), "feedback": feedback}
     settings |= _sharding(ratio, codec, stage, checkpoints, checkpoint_every)
     run = _Run()
@@ -127,9 +130,6 @@ def train(
         if run_dir is not None:
             errors.print(f"recorded in {run_dir}: look at it with gradwire dash {run_dir}", highlight=False)
         if run.plan:
-            from gradwire.cli.plan import plan_table
-            from gradwire.planner import Plan
-
             show(plan_table(Plan.from_json(run.plan["plan"]), "the last plan"))
 
 
@@ -183,9 +183,6 @@ def _settings(
     task: str, codec: str, workers: int, epochs: int, steps: int | None, batch_size: int | None, seed: int
 ) -> dict[str, Any]:
     """The checked settings; a mistake is said before any worker starts."""
-    from gradwire.collectives import method
-    from gradwire.tasks import TASKS
-
     if task not in TASKS:
         raise ConfigError(f"`--task` must be one of {', '.join(TASKS)}; got {task!r}.")
     examples = TASKS[task].train_examples

@@ -17,7 +17,6 @@ import difflib
 import re
 import warnings
 from collections.abc import Mapping
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -87,7 +86,6 @@ def _load_plugins() -> None:
     global _plugins_loaded
     if not _plugins_loaded:
         _plugins_loaded = True
-        import_module("gradwire.transforms")  # ours, in a layer above: `gradwire.codecs` may have been imported alone
         for entry in entry_points(group=ENTRY_POINTS):
             try:
                 entry.load()

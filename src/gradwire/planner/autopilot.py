@@ -31,6 +31,7 @@ __all__ = ["FIRST", "Auto", "Autopilot", "Event"]
 FIRST: Final = "int8"
 """How gradients travel until there is a plan: it suits the first steps of a training anyway."""
 
+_FIRST_PLAN: Final = "the first plan"
 _log: Final = logging.getLogger(__name__)
 
 _PROFILE_STEPS: Final = 6  # before the first plan; DDP makes its buckets anew after the first
@@ -46,6 +47,9 @@ _AFTER_PLANNING_STEPS: Final = 3  # slower ones: what was measured has emptied c
 _WINDOW: Final = 5  # steps whose median is a step time
 _DRIFT: Final = 0.25  # of a step: what it waits more or less than it did, when something has changed
 _MORE_TO_GAIN: Final = 1.5  # times what was nothing: then it is tried after all
+_PLANNING_S: Final = (
+    1.0  # what steps must have waited: twice as long as planning takes, which must pay in short trainings
+)
 _LINK_DRIFT: Final = 1.5  # of a link, or of steps that are few
 _MATTERS: Final = 0.2  # of a step: what a change of the link is to add or to take, if all were dense
 _PROBE_S: Final = 60.0  # between looks at the link while nothing seems to change
@@ -104,11 +108,17 @@ class _Pace:
 
     seconds: float  # a step, as the ranks saw it in the mean
     waiting_s: float  # for means after the last gradient, by the rank that waits least: others wait for that one too
+    waited_s: float  # in all steps of the training
 
     @property
     def gains_nothing(self) -> bool:
         """Whether no other plan can be enough faster, if all of this was dense."""
         return self.waiting_s < _GAIN * self.seconds
+
+    @property
+    def gains_something(self) -> bool:
+        """Whether it is time to try other plans."""
+        return self.waiting_s > _MORE_TO_GAIN * _GAIN * self.seconds and self.waited_s > _PLANNING_S
 
     def differs(self, now: _Pace) -> bool:
         """Whether something has changed that plans are made of; computing by itself is none of that."""
@@ -150,6 +160,8 @@ class Autopilot:
         self._recalled = False  # whether the rivals are those of an earlier training
         self._resting: list[Plan] = []  # of those, what was too slow to be tried again
         self._incumbent: tuple[Plan, _Pace] | None = None  # with how its last steps went: a new plan must beat it
+        self._reason = _FIRST_PLAN  # for the plan that is being made
+        self._waited = 0.0  # seconds of this rank for the network, in all steps
         self._captured: list[dict[str, Tensor]] = []
         self._sample: frozenset[str] = frozenset()
         self._probed = self._tried = self._sampled = 0  # steps at which link and gradients were looked at, and kept
@@ -178,16 +190,20 @@ class Autopilot:
     def _between(self, step: int, times: StepTimes | None) -> None:
         if times is not None:
             self._times.append(times)
+            self._waited += _waiting(times)
         age = step - self._since
         if self._phase is _Phase.PROFILING:
             if self.plan is None and age == 0:
                 self._recall()
             elif self.plan is None and age == _LOOK_STEPS:
                 self._look_at_link()
-            elif age >= _PROFILE_STEPS and self._steady():
-                self._plan_first()
-            elif age >= _PROFILE_STEPS - _TRIED_STEPS and not self._sample and not self._all_dense():
+            elif self._sample:
+                if step - self._sampled >= _TRIED_STEPS and self._steady():
+                    self._plan_anew(self._reason)
+            elif age >= _PROFILE_STEPS - _TRIED_STEPS and not self._all_dense():
                 self._start_capture()
+            elif age >= _PROFILE_STEPS and self._steady():
+                self._stay_dense_or_try()
         elif self._phase is _Phase.CONTEST:
             if age >= _CONTEST_STEPS + (0 if self._measured else _AFTER_PLANNING_STEPS):
                 self._next_rival()
@@ -241,20 +257,14 @@ class Autopilot:
     def _all_dense(self) -> bool:
         return set(self.reducer.methods.values()) == {DENSE}
 
-    def _plan_first(self) -> None:
-        """A plan after the first steps; without any trials, if there is nothing to be gained."""
+    def _stay_dense_or_try(self) -> None:
+        """A plan without any trials, as long as there is nothing to be gained by them."""
         pace = self._paced()
-        if not any(bucket.names for bucket in self._layout()):
-            self._plan_anew("the first plan (nothing is large enough to be compressed)", (DENSE,))
-        elif not self._all_dense():
-            self._plan_anew("the first plan")
-        elif pace.gains_nothing:
-            waits = f"only {pace.waiting_s / pace.seconds:.0%} of a step waits for the network"
-            self._plan_anew(f"the first plan ({waits})", (DENSE,))
-        elif not self._sample:
+        if pace.gains_nothing or pace.waited_s < _PLANNING_S:
+            share = f"{pace.waiting_s / pace.seconds:.0%} of a step waits for the network"
+            self._plan_anew(f"{self._reason} ({share}, {pace.waited_s:.1f} s so far)", (DENSE,))
+        else:
             self._start_capture()
-        elif self.reducer.step - self._sampled >= _TRIED_STEPS:
-            self._plan_anew("the first plan")
 
     # What is measured.
 
@@ -263,7 +273,10 @@ class Autopilot:
         self._sample, self._captured = frozenset(name for bucket in self._layout() for name in bucket.sample), []
         self._sampled = self.reducer.step
         self._stop_capture()
-        self.reducer.on_gradient.append(self._keep)
+        if self._sample:
+            self.reducer.on_gradient.append(self._keep)
+        elif self._steady():
+            self._plan_anew(f"{self._reason} (nothing is large enough to be compressed)", (DENSE,))
 
     def _stop_capture(self) -> None:
         if self._keep in self.reducer.on_gradient:
@@ -324,13 +337,12 @@ class Autopilot:
 
     def _paced(self) -> _Pace:
         """The medians of the last steps; NaN if there are none."""
-        mine = [math.nan, math.nan]
-        if self._times:
-            waits = [each.seconds - max(bucket.ready_s for bucket in each.buckets) for each in self._times]
-            mine = [statistics.median(each.seconds for each in self._times), statistics.median(waits)]
-        told = tell(self.reducer.peers, " ".join(map(str, mine)), self.reducer.next_tags(), "the time of a step")
-        seconds, waiting = zip(*([float(word) for word in line.split()] for line in told), strict=True)
-        return _Pace(statistics.mean(seconds), min(waiting))
+        took = statistics.median(each.seconds for each in self._times) if self._times else math.nan
+        waits = statistics.median(map(_waiting, self._times)) if self._times else math.nan
+        mine = f"{took} {waits} {self._waited}"
+        told = tell(self.reducer.peers, mine, self.reducer.next_tags(), "the time of a step")
+        seconds, waiting, waited = zip(*([float(word) for word in line.split()] for line in told), strict=True)
+        return _Pace(statistics.mean(seconds), min(waiting), min(waited))
 
     # Plans.
 
@@ -343,8 +355,12 @@ class Autopilot:
         network = probe_network(peers, tags, machine, self.hosts)
         trials = self._try(candidates) if self._sample or len(candidates) == 1 else self._known_trials(buckets)
         if trials is None:  # buckets have changed, or gradients could not be tried: look at others first
+            self._reason = reason
+            if not self._tested:
+                self._start_capture()
             self._enter(_Phase.PROFILING)
             return
+        self._reason = _FIRST_PLAN
         self._situation = self._situated(buckets, seen, trials, network, machine)
         self._probed = self.reducer.step
         self._choose(reason)
@@ -450,7 +466,8 @@ class Autopilot:
             self._choose("the loss has left its band")
         elif (step - self._probed) * now.seconds > _PROBE_S and self._link_has_changed(self.plan):
             self._plan_anew("the link has changed")
-        elif not self._tested and self._all_dense() and now.waiting_s > _MORE_TO_GAIN * _GAIN * now.seconds:
+        elif not self._tested and self._all_dense() and now.gains_something:
+            self._start_capture()
             self._enter(_Phase.PROFILING)
         elif step - self._tried >= _QUALITY_STEPS and self._times and not self._all_dense():
             self._tried = step
@@ -541,6 +558,11 @@ class Autopilot:
         else:
             self.reducer.assign(dict.fromkeys(self.reducer.parameters, FIRST))
             self._enter(_Phase.PROFILING)
+
+
+def _waiting(times: StepTimes) -> float:
+    """Seconds of a step after the last gradient was computed."""
+    return times.seconds - max(bucket.ready_s for bucket in times.buckets)
 
 
 def _tried(situation: Situation) -> set[str]:
