@@ -184,9 +184,13 @@ def test_computing_that_takes_longer_is_no_reason_to_plan_again(training):
     assert len(run.run(16).events) == events
 
 
-def test_vectors_alone_travel_as_they_are(training):
-    pilot = training(bits_per_s=2e7, shapes={"bias": (256,)}).until(lambda pilot: pilot.settled)
+def test_vectors_alone_travel_as_they_are(training, monkeypatch):
+    monkeypatch.setattr("gradwire.planner.autopilot._PLANNING_S", 0.0)
+    run = training(bits_per_s=2e7, shapes={"bias": (256,)})
+    run.until(lambda pilot: pilot.settled)
+    pilot = run.run(40)
     assert pilot.plan.methods == {"bias": "dense"}
+    assert sum("the first plan" in each.what for each in pilot.events) == 1
 
 
 def test_a_loss_that_leaves_its_band_steps_back_toward_dense(training):

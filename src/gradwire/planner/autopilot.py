@@ -367,8 +367,11 @@ class Autopilot:
 
     @property
     def _tested(self) -> bool:
-        """Whether all candidates were tried; not if there was nothing to gain."""
-        return self._situation is not None and set(self.settings.candidates) <= _tried(self._situation)
+        """Whether all candidates were tried, or nothing is large enough for them; not if there was nothing to gain."""
+        now = self._situation
+        if now is None:
+            return False
+        return set(self.settings.candidates) <= _tried(now) or not any(bucket.names for bucket in now.buckets)
 
     def _known_trials(self, buckets: Sequence[Bucket]) -> Sequence[Mapping[str, Trial]] | None:
         before = self._situation
