@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -149,24 +150,50 @@ def alive(pid):
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_signal_that_comes_while_ranks_are_started_ends_them_too():
+@pytest.fixture
+def sleepers():
     started = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
 
+
+def test_a_signal_that_comes_while_ranks_are_started_ends_them_too(sleepers):
     def leave(*_):
         raise SystemExit(1)
 
     def start(rank, stdout):
-        started.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
+        sleepers.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.2)  # time for the exception to come here, if this were the thread that takes signals
-        return started[-1]
+        return sleepers[-1]
 
     before = signal.signal(signal.SIGUSR1, leave)
     try:
         with pytest.raises(SystemExit):
-            run_ranks(start, 1, timeout_s=None, output="all")
-        assert [process.poll() for process in started] == [-signal.SIGTERM]
+            run_ranks(start, 2, timeout_s=None, output="all")
+        assert [process.poll() for process in sleepers] == [-signal.SIGTERM]
     finally:
         signal.signal(signal.SIGUSR1, before)
-        for process in started:
-            process.kill()
+
+
+def test_a_signal_that_comes_while_the_thread_begins_that_starts_ranks_ends_them_too(sleepers, monkeypatch):
+    begin, begun = threading.Thread.start, threading.Event()
+
+    def start_and_leave(thread):
+        begin(thread)
+        if threading.current_thread() is threading.main_thread():
+            begun.wait()
+            raise SystemExit(1)  # as the handler of a signal would, while it is waited for that the thread runs
+
+    def start(rank, stdout):
+        begun.set()
+        time.sleep(0.2)
+        sleepers.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
+        return sleepers[-1]
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_leave)
+    with pytest.raises(SystemExit):
+        run_ranks(start, 2, timeout_s=None, output="all")
+    assert [process.poll() for process in sleepers] == [-signal.SIGTERM]

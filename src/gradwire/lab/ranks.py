@@ -97,19 +97,26 @@ def run_ranks(
     started, printer = time.monotonic(), _Printer(output)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # ranks, in the order of their ends
     running: list[_Rank] = []
+    starting, leaving = threading.Lock(), threading.Event()
 
     def start_all() -> None:
         for rank in range(ranks):
-            process = start(rank, subprocess.PIPE if printer.wants(rank) else subprocess.DEVNULL)
-            running.append(_Rank(rank, process, printer, ended))
+            with starting:
+                if leaving.is_set():
+                    return
+                process = start(rank, subprocess.PIPE if printer.wants(rank) else subprocess.DEVNULL)
+                running.append(_Rank(rank, process, printer, ended))
 
+    # Not on this thread, where the exception of a signal could fall between a start and its place in the list.
+    starter = ThreadPoolExecutor(1)
     try:
-        # Not on this thread, where the exception of a signal could fall between a start and its place in the list.
-        with ThreadPoolExecutor(1) as starter:
-            starter.submit(start_all).result()
+        starter.submit(start_all).result()
         failed, timed_out = _watch(running, ended, math.inf if timeout_s is None else started + timeout_s)
     finally:
-        _end(running)
+        leaving.set()
+        with starting:  # by a lock, for an exception that comes while its thread begins makes the executor forget it
+            _end(running)
+        starter.shutdown(wait=False)
     statuses = tuple(rank.process.returncode for rank in running)
     return Outcome(statuses, failed, timed_out, time.monotonic() - started)
 
