@@ -549,36 +549,72 @@ static void decode_range(const Decode& a, std::int64_t begin, std::int64_t end, 
   }
 }
 
-// e = x + decay * residual for elements begin to end, as it is; returns how many are not finite.
-static std::int64_t accumulate_range(const float* x, const float* residual, float decay, float* e, bool streamed,
-                                     std::int64_t begin, std::int64_t end) {
-  const F d = all(decay);
+static inline std::int64_t count_nonfinite(const float* x, std::int64_t n) {
+  std::int64_t found = 0;
+  for (std::int64_t i = 0; i < n; ++i) found += (bits_of(x[i]) & 0x7FFFFFFFu) >= std::uint32_t(kInfinity);
+  return found;
+}
+
+// Hands every vector of elements begin to end to `put(i, n)`: n values from i on, kLanes but for the last. It returns the
+// values, of which those that are not finite are counted: by `count(begin, end)`, where a stretch has any.
+template <class Put, class Count>
+static inline std::int64_t each_counted(std::int64_t begin, std::int64_t end, Put put, Count count) {
   const U mask = all(0x7FFFFFFFu);
   std::int64_t bad = 0;
   while (begin < end) {
     const std::int64_t chunk = least(end, begin + 4096);
     I top = all(std::int32_t{0});
     std::int64_t i = begin;
-    for (; i < chunk; i += kLanes) {
-      const std::int64_t n = chunk - i;
-      F v = load_some(x + i, n);
-      if (residual) v = v + load_some(residual + i, n) * d;
-      top = larger(top, as_int(bits(v) & mask));
-      if (!e) continue;
-      if (streamed && n >= kLanes)
-        stream(e + i, v);
-      else
-        store_some(e + i, v, n);
-    }
-    if (largest_lane(top) >= kInfinity)
-      for (i = begin; i < chunk; ++i) {
-        const float v = residual ? x[i] + residual[i] * decay : x[i];
-        bad += (bits_of(v) & 0x7FFFFFFFu) >= std::uint32_t(kInfinity);
-      }
+    for (; i + kLanes <= chunk; i += kLanes) top = larger(top, as_int(bits(put(i, std::int64_t{kLanes})) & mask));
+    if (i < chunk) top = larger(top, as_int(bits(put(i, chunk - i)) & mask));
+    if (largest_lane(top) >= kInfinity) bad += count(begin, chunk);
     begin = chunk;
   }
+  return bad;
+}
+
+// e = x + decay * residual for elements begin to end, as it is; returns how many are not finite.
+static std::int64_t accumulate_range(const float* x, const float* residual, float decay, float* e, bool streamed,
+                                     std::int64_t begin, std::int64_t end) {
+  if (!residual && !e)
+    return each_counted(
+        begin, end, [&](std::int64_t i, std::int64_t n) GRADWIRE_LAMBDA { return load_some(x + i, n); },
+        [&](std::int64_t from, std::int64_t to) { return count_nonfinite(x + from, to - from); });
+  const F d = all(decay);
+  const std::int64_t bad = each_counted(
+      begin, end,
+      [&](std::int64_t i, std::int64_t n) GRADWIRE_LAMBDA {
+        F v = load_some(x + i, n);
+        if (residual) v = v + load_some(residual + i, n) * d;
+        if (e && streamed && n >= kLanes)
+          stream(e + i, v);
+        else if (e)
+          store_some(e + i, v, n);
+        return v;
+      },
+      [&](std::int64_t from, std::int64_t to) {
+        std::int64_t found = 0;
+        for (std::int64_t i = from; i < to; ++i) {
+          const float v = residual ? x[i] + residual[i] * decay : x[i];
+          found += count_nonfinite(&v, 1);
+        }
+        return found;
+      });
   if (streamed) end_of_streams();
   return bad;
+}
+
+// x / by for elements begin to end, where they lie; returns how many of the quotients are not finite.
+static std::int64_t divide_range(float* x, float by, std::int64_t begin, std::int64_t end) {
+  const F divisor = all(by);
+  return each_counted(
+      begin, end,
+      [&](std::int64_t i, std::int64_t n) GRADWIRE_LAMBDA {
+        const F v = load_some(x + i, n) / divisor;
+        store_some(x + i, v, n);
+        return v;
+      },
+      [&](std::int64_t from, std::int64_t to) { return count_nonfinite(x + from, to - from); });
 }
 
 static void clean_range(const float* x, float* e, std::int64_t count) { clean_values(x, e, count); }

@@ -90,6 +90,8 @@ struct Kernels {
   // e = x + decay * residual (may be null), elements begin to end; e may be null: only count.
   std::int64_t (*accumulate)(const float* x, const float* residual, float decay, float* e, bool streamed,
                              std::int64_t begin, std::int64_t end);
+  // x / by where it lies; by at least 1, so that what is not finite was not before.
+  std::int64_t (*divide)(float* x, float by, std::int64_t begin, std::int64_t end);
   void (*clean)(const float* x, float* e, std::int64_t count);
   void (*random)(const RandomKey&, std::int64_t* out, std::int64_t begin, std::int64_t end);
   void (*pack)(const std::int64_t* codes, int bits, std::int64_t count, std::uint8_t* out);

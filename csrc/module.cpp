@@ -214,6 +214,9 @@ NB_MODULE(_native, m) {
       return gradwire::accumulate(at<const float>(x), at<const float>(residual), decay, at<float>(e), count, threads);
     });
   });
+  m.def("divide", [](Address x, float by, Index count, int threads) {
+    return unlocked([&] { return gradwire::divide(at<float>(x), by, count, threads); });
+  });
   m.def("clean", [](Address x, Address e, Index count) {
     unlocked([&] { gradwire::clean(at<const float>(x), at<float>(e), count); });
   });

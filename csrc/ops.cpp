@@ -241,6 +241,13 @@ std::int64_t accumulate(const float* x, const float* residual, float decay, floa
   return bad;
 }
 
+std::int64_t divide(float* x, float by, std::int64_t count, int threads) {
+  std::atomic<std::int64_t> bad{0};
+  parallel(count, threads, kShare, 64,
+           [&](std::int64_t begin, std::int64_t end) { bad += kernels().divide(x, by, begin, end); });
+  return bad;
+}
+
 void clean(const float* x, float* e, std::int64_t count) { kernels().clean(x, e, count); }
 
 void random_bits(const RandomKey& key, std::int64_t* out, std::int64_t count, int threads) {

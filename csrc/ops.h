@@ -16,6 +16,7 @@ void use_instruction_set(const std::string& name);
 std::int64_t encode_blocks(Encode& a, int threads);
 void decode_blocks(Decode& a, int threads);
 std::int64_t accumulate(const float* x, const float* residual, float decay, float* e, std::int64_t count, int threads);
+std::int64_t divide(float* x, float by, std::int64_t count, int threads);
 void clean(const float* x, float* e, std::int64_t count);
 void random_bits(const RandomKey& key, std::int64_t* out, std::int64_t count, int threads);
 void pack_bits(const std::int64_t* codes, int bits, std::int64_t count, std::uint8_t* out);

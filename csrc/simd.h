@@ -51,6 +51,7 @@ using U = Lanes<NativeU>;
 GRADWIRE_BINARY(+)
 GRADWIRE_BINARY(-)
 GRADWIRE_BINARY(*)
+GRADWIRE_BINARY(/)
 GRADWIRE_BINARY(&)
 GRADWIRE_BINARY(|)
 GRADWIRE_BINARY(^)
@@ -83,17 +84,18 @@ static inline U all(std::uint32_t x) {
   return r;
 }
 
+// Register by register: compilers take a whole structure through the stack, in other pieces than it is read in.
 template <class L, class T>
 static inline L load_as(const T* p) {
   L r;
-  std::memcpy(&r, p, sizeof r);
+  GRADWIRE_EACH std::memcpy(&r.part[p_], p + kWidth * p_, sizeof r.part[p_]);
   return r;
 }
 static inline F load(const float* p) { return load_as<F>(p); }
 static inline U load(const std::uint32_t* p) { return load_as<U>(p); }
 template <class T, class V>
 static inline void store(T* p, Lanes<V> v) {
-  std::memcpy(p, &v, sizeof v);
+  GRADWIRE_EACH std::memcpy(p + kWidth * p_, &v.part[p_], sizeof v.part[p_]);
 }
 
 // Past the caches, for results too large to find them there again; p is aligned to 64 bytes.
@@ -116,22 +118,22 @@ static inline void end_of_streams() {
 
 static inline U bits(F a) {
   U r;
-  std::memcpy(&r, &a, sizeof r);
+  GRADWIRE_EACH r.part[p_] = (NativeU)a.part[p_];
   return r;
 }
 static inline F floats(U a) {
   F r;
-  std::memcpy(&r, &a, sizeof r);
+  GRADWIRE_EACH r.part[p_] = (NativeF)a.part[p_];
   return r;
 }
 static inline I as_int(U a) {
   I r;
-  std::memcpy(&r, &a, sizeof r);
+  GRADWIRE_EACH r.part[p_] = (NativeI)a.part[p_];
   return r;
 }
 static inline U as_uint(I a) {
   U r;
-  std::memcpy(&r, &a, sizeof r);
+  GRADWIRE_EACH r.part[p_] = (NativeU)a.part[p_];
   return r;
 }
 static inline F magnitude(F a) { return floats(bits(a) & all(0x7FFFFFFFu)); }
@@ -315,17 +317,38 @@ static inline F exchange(F a) {
 }
 
 // Lanes of less than 256 (words: 65536) in as many bytes, and back.
-static inline void store_bytes(std::uint8_t* p, U a) {
+#if defined(__SSE2__)
+static inline __m128i to_bytes(U a) {
 #if defined(__AVX512F__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)a.part[0]));
+  return _mm512_cvtepi32_epi8((__m512i)a.part[0]);
 #elif defined(__AVX2__)
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a.part[0], (__m256i)a.part[1]), 0xD8);
-  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
-#elif defined(__SSE2__)
+  return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+#else
   const __m128i low = _mm_packs_epi32((__m128i)a.part[0], (__m128i)a.part[1]);
   const __m128i high = _mm_packs_epi32((__m128i)a.part[2], (__m128i)a.part[3]);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(low, high));
+  return _mm_packus_epi16(low, high);
+#endif
+}
+static inline U from_bytes(__m128i bytes) {
+  U r;
+#if defined(__AVX512F__)
+  r.part[0] = (NativeU)_mm512_cvtepu8_epi32(bytes);
+#elif defined(__AVX2__)
+  r.part[0] = (NativeU)_mm256_cvtepu8_epi32(bytes);
+  r.part[1] = (NativeU)_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8));
+#else
+  const __m128i zero = _mm_setzero_si128();
+  const __m128i low = _mm_unpacklo_epi8(bytes, zero), high = _mm_unpackhi_epi8(bytes, zero);
+  r.part[0] = (NativeU)_mm_unpacklo_epi16(low, zero), r.part[1] = (NativeU)_mm_unpackhi_epi16(low, zero);
+  r.part[2] = (NativeU)_mm_unpacklo_epi16(high, zero), r.part[3] = (NativeU)_mm_unpackhi_epi16(high, zero);
+#endif
+  return r;
+}
+#endif
+static inline void store_bytes(std::uint8_t* p, U a) {
+#if defined(__SSE2__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bytes(a));
 #else
   GRADWIRE_EACH {
     const NativeBytes b = __builtin_convertvector(a.part[p_], NativeBytes);
@@ -334,25 +357,17 @@ static inline void store_bytes(std::uint8_t* p, U a) {
 #endif
 }
 static inline U load_bytes(const std::uint8_t* p) {
-  U r;
-#if defined(__AVX512F__)
-  r.part[0] = (NativeU)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#elif defined(__AVX2__)
-  GRADWIRE_EACH r.part[p_] =
-      (NativeU)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + kWidth * p_)));
-#elif defined(__SSE2__)
-  const __m128i zero = _mm_setzero_si128(), bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  const __m128i low = _mm_unpacklo_epi8(bytes, zero), high = _mm_unpackhi_epi8(bytes, zero);
-  r.part[0] = (NativeU)_mm_unpacklo_epi16(low, zero), r.part[1] = (NativeU)_mm_unpackhi_epi16(low, zero);
-  r.part[2] = (NativeU)_mm_unpacklo_epi16(high, zero), r.part[3] = (NativeU)_mm_unpackhi_epi16(high, zero);
+#if defined(__SSE2__)
+  return from_bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
+  U r;
   GRADWIRE_EACH {
     NativeBytes b;
     std::memcpy(&b, p + kWidth * p_, sizeof b);
     r.part[p_] = __builtin_convertvector(b, NativeU);
   }
-#endif
   return r;
+#endif
 }
 static inline void store_words(std::uint16_t* p, U a) {
 #if defined(__AVX512F__)
@@ -390,6 +405,10 @@ static inline void store_nibbles(std::uint8_t* p, U a) {
   const __m512i v = (__m512i)a.part[0];
   const __m128i pairs = _mm512_cvtepi64_epi8(_mm512_or_si512(v, _mm512_srli_epi64(v, 28)));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), pairs);
+#elif defined(__SSE2__)
+  const __m128i codes = to_bytes(a);
+  const __m128i pairs = _mm_and_si128(_mm_or_si128(codes, _mm_srli_epi16(codes, 4)), _mm_set1_epi16(255));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
 #else
   std::uint8_t codes[kLanes];
   store_bytes(codes, a);
@@ -402,6 +421,9 @@ static inline U load_nibbles(const std::uint8_t* p) {
   U r;
   r.part[0] = (NativeU)_mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28)), _mm512_set1_epi32(15));
   return r;
+#elif defined(__SSE2__)
+  const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
+  return from_bytes(_mm_unpacklo_epi8(_mm_and_si128(pairs, mask), _mm_and_si128(_mm_srli_epi16(pairs, 4), mask)));
 #else
   std::uint8_t codes[kLanes];
   for (int i = 0; i < kLanes / 2; ++i) codes[2 * i] = p[i] & 15, codes[2 * i + 1] = std::uint8_t(p[i] >> 4);

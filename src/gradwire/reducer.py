@@ -195,6 +195,7 @@ class GradientReducer:
         scale: Callable[[], float] | None = None,
         hosts: Sequence[int] = (),
         label: str | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
             raise ConfigError(f"`seed` must be a whole number in [0, 2**64); got {seed!r}.")
@@ -212,7 +213,7 @@ class GradientReducer:
         what_goes = f"codec {self.label}{inside}, seed {seed}, nonfinite {nonfinite}"
         agree(peers, f"{what_goes}, {len(shapes)} parameters with checksum {checksum:08x}")
         self._places = {name: place for place, name in enumerate(self.parameters, start=1)}
-        self._pipeline = Pipeline()
+        self._pipeline = pipeline or Pipeline()
         self._tag = STAGES  # tag 0 was the agreement's
         self._plans: dict[tuple[str, ...], list[_Section]] = {}
         self._smalls: _Section | None = None

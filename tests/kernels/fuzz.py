@@ -130,6 +130,11 @@ def check_sums(rng, backend, device):
         bad = ops.count_nonfinite(x_there)
     same(reference.accumulate(x, residual, decay), got, f"accumulate {count}")
     same(reference.count_nonfinite(x), bad, f"count_nonfinite {count}")
+    by, divided, there = rng.choice((1, 2, 3, 7, 1000)), x.clone(), x_there.clone()
+    with kernels.use(backend):
+        bad = ops.divide(there, by)
+    same(reference.divide(divided, by), bad, f"divide {count} by {by}")
+    same(divided.nan_to_num(), there.nan_to_num(), f"{count} divided by {by}")  # NaNs have many bits
     if residual is not None:
         for n in (0, 3):
             with kernels.use(backend):

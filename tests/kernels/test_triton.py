@@ -121,6 +121,10 @@ def test_accumulate(make, size):
         assert_same(got[0], want[0])
         assert_same(got[1], want[1])
     agree("count_nonfinite", x)
+    for by in (1, 2, 3, 64):
+        there, here = on_device(x.clone()), x.clone()
+        assert_same(triton.divide(there, by), reference.divide(here, by))
+        assert_same(there.nan_to_num(), here.nan_to_num())  # NaNs have many bits
 
 
 @pytest.mark.parametrize("size", [*SIZES, *LARGE])

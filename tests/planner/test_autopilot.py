@@ -145,6 +145,25 @@ def test_a_slow_link_gets_small_messages_and_every_rank_the_same_plan(training, 
     assert [each.events for each in run.pilots] == [pilot.events] * ranks
 
 
+def test_a_rival_that_waits_much_longer_is_given_up_halfway(training, monkeypatch):
+    monkeypatch.setattr("gradwire.planner.autopilot._CLOSE", 1000.0)  # all candidates are rivals, dense too
+    run, flown = training(bits_per_s=2e7), []
+    while not run.run(1).settled:
+        flown.append(run.reducers[0].methods["a"])
+        assert len(flown) < 80
+    assert flown.count("dense") == 2
+    assert len(set(flown)) == 4
+
+
+def test_without_patience_a_fast_link_is_tried_too(training):
+    methods = ("int8", "int4", "powersgd:8,start=0+int8")
+    tried = [
+        training(bits_per_s=1e12, forward_s=0.05, settings=Auto(methods, patience_s=patience)).run(10).plan.alternatives
+        for patience in (1.0, 0.0)
+    ]
+    assert [set(each) for each in tried] == [{"dense"}, {"dense", *methods}]
+
+
 def test_quality_zero_is_dense(training):
     pilot = training(settings=Auto(quality=0.0), bits_per_s=2e7).run(16)
     assert set(pilot.plan.methods.values()) == {"dense"}
@@ -184,8 +203,7 @@ def test_computing_that_takes_longer_is_no_reason_to_plan_again(training):
     assert len(run.run(16).events) == events
 
 
-def test_vectors_alone_travel_as_they_are(training, monkeypatch):
-    monkeypatch.setattr("gradwire.planner.autopilot._PLANNING_S", 0.0)
+def test_vectors_alone_travel_as_they_are(training):
     run = training(bits_per_s=2e7, shapes={"bias": (256,)})
     run.until(lambda pilot: pilot.settled)
     pilot = run.run(40)
@@ -255,6 +273,7 @@ def test_ranks_with_different_settings_are_told():
         (functools.partial(Auto, quality=2), "`quality` must be from 0 to 1; got 2"),
         (functools.partial(Auto, candidates="int8"), "`candidates` must be strings such as 'int4'; got 'int8'"),
         (functools.partial(Auto, candidates=("int5",)), "unknown codec"),
+        (functools.partial(Auto, patience_s=-1), "`patience_s` must be 0 or more, and finite; got -1"),
         (functools.partial(Auto, review_every=1), "`review_every` must be a whole number of at least 5; got 1"),
     ],
 )

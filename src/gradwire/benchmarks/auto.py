@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradwire.benchmarks import machine
-from gradwire.benchmarks.courses import Course, run_course, run_courses
+from gradwire.benchmarks.courses import BLOCK, Course, run_course, run_courses
 from gradwire.benchmarks.rigs import AUTO, check_method
 from gradwire.benchmarks.training import Notify
 from gradwire.errors import ConfigError
@@ -42,8 +42,9 @@ class Settings:
     rates: tuple[str, ...] = ("100mbit", "1gbit", "none")
     methods: tuple[str, ...] = ("int8", "int4", "powersgd:16+int8")
     target_steps: int = 60  # of plain DDP, whose loss is to be reached
-    timed_steps: int = 48  # of each fixed method; its steps after that take what the last of these did
+    timed_steps: int = 60  # of each fixed method; its steps after that take what the last of these did
     repeats: int = 3  # with another seed each
+    learning_rate: float | None = None  # None: the task's own
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -55,6 +56,8 @@ class Settings:
             parse_rate(rate, argument="--rate")
         for name in self.methods:
             check_method(name)
+        if self.learning_rate is not None and not 0 < self.learning_rate < inf:
+            raise ConfigError(f"`--learning-rate` must be positive and finite; got {self.learning_rate}.")
         for name, least in (("target_steps", 10), ("timed_steps", 6), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"`--{name.replace('_', '-')}` must be at least {least}; got {getattr(self, name)}.")
@@ -64,9 +67,10 @@ class Settings:
 class Cell:
     """A number of workers and a link.
 
-    >>> cell = Cell(4, "1gbit", {"ddp": [10.0], "int4": [5.0]}, [6.0, 5.1, 5.3], [6.0, 5.0, None], [0.03, 0.0, 0.03])
-    >>> cell.best, cell.first, round(cell.later, 2), cell.to_loss, round(cell.loss, 3)
-    ('int4', 1.2, 1.04, 1.2, 0.02)
+    >>> fixed = {"ddp": [10.0, 10.0, 12.0], "int4": [5.0, 5.0, 6.0]}
+    >>> cell = Cell(4, "1gbit", fixed, [6.0, 5.1, 6.3], [6.0, 5.0, None], [0.03, 0.0, 0.03])
+    >>> cell.best, cell.first, round(cell.later, 3), cell.to_loss, round(cell.loss, 3)
+    ('int4', 1.2, 1.035, 1.2, 0.02)
     """
 
     workers: int
@@ -86,26 +90,32 @@ class Cell:
         """The fixed method that takes the least time, plain DDP included."""
         return min(self.fixed, key=self.seconds)
 
+    def over(self, name: str) -> list[float]:
+        """Seconds of auto over those of a fixed method that took turns with it, in each repeat."""
+        return [mine / other for mine, other in zip(self.auto, self.fixed[name], strict=True)]
+
     @property
     def first(self) -> float:
         """Times the best fixed method, in the first training there was of this model over this link."""
-        return self.auto[0] / self.seconds(self.best)
+        return self.over(self.best)[0]
 
     @property
     def later(self) -> float:
         """The same, in the trainings after it."""
-        return statistics.median(self.auto[1:] or self.auto) / self.seconds(self.best)
+        every = self.over(self.best)
+        return statistics.median(every[1:] or every)
 
     @property
     def to_loss(self) -> float | None:
         """Seconds to plain DDP's loss over those of the best fixed method's steps; None: most do not get there."""
-        middle = statistics.median(inf if each is None else each for each in self.reached)
-        return None if middle == inf else middle / self.seconds(self.best)
+        pairs = zip(self.reached, self.fixed[self.best], strict=True)
+        middle = statistics.median(inf if mine is None else mine / other for mine, other in pairs)
+        return None if middle == inf else middle
 
     @property
     def against_ddp(self) -> float:
         """Times plain DDP, in all trainings."""
-        return statistics.median(self.auto) / self.seconds(DDP)
+        return statistics.median(self.over(DDP))
 
     @property
     def loss(self) -> float:
@@ -133,12 +143,9 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 def measure(settings: Settings, notify: Notify = lambda _: None) -> AutoReport:
     """Every cell. What ``auto`` remembers from one training to the next is forgotten before a cell, and after it."""
-    report, steps = AutoReport(settings, machine.describe("cpu")), settings.target_steps
+    report = AutoReport(settings, machine.describe("cpu"))
     for workers in settings.workers:
-        targets = [
-            run_course(settings.task, DDP, workers, steps, None, notify, seed=seed).loss_after(steps)
-            for seed in range(settings.repeats)
-        ]
+        targets = [_target(settings, workers, seed, notify) for seed in range(settings.repeats)]
         for rate in settings.rates:
             with _empty_cache(), Lab.up(workers, rate, name=f"auto-{os.getpid()}") as lab:
                 cell = Cell(workers, rate)
@@ -148,12 +155,22 @@ def measure(settings: Settings, notify: Notify = lambda _: None) -> AutoReport:
     return report
 
 
+def _target(settings: Settings, workers: int, seed: int, notify: Notify) -> float:
+    steps = settings.target_steps
+    alone = run_course(settings.task, DDP, workers, steps, None, notify, **_options(settings, seed))
+    return alone.loss_after(steps)
+
+
+def _options(settings: Settings, seed: int) -> dict[str, Any]:
+    return {"seed": seed, "learning_rate": settings.learning_rate, "validate_every": BLOCK}
+
+
 def _repeat(settings: Settings, cell: Cell, lab: Lab, seed: int, target: float, notify: Notify) -> None:
     task, workers, steps = settings.task, cell.workers, settings.target_steps
     notify(f"{workers} workers, {cell.rate}, training {seed + 1}")
     names, timed = (DDP, *settings.methods), min(steps, settings.timed_steps)
     each = dict.fromkeys(names, timed) | {AUTO: int(_MORE * steps)}
-    courses = run_courses(task, each, workers, lab, notify, seed=seed, validated=(AUTO,))
+    courses = run_courses(task, each, workers, lab, notify, validated=(AUTO,), **_options(settings, seed))
     for name in names:
         cell.fixed.setdefault(name, []).append(_extended(courses[name], steps))
     course = courses[AUTO]
@@ -164,14 +181,16 @@ def _repeat(settings: Settings, cell: Cell, lab: Lab, seed: int, target: float, 
 
 
 def _extended(course: Course, steps: int) -> float:
-    """Seconds of so many steps, of which the first were timed.
+    """Seconds of so many steps, of which the first were timed: the others take what the last of these did.
+
+    Low rank begins after some steps of another method, which are not to be extended.
 
     >>> _extended(Course([9.0, 10.0, 11.0, 12.0, 13.0, 14.0]), 10)
     18.0
     """
     timed = len(course.seconds)
-    each = [after - before for before, after in zip(course.seconds, course.seconds[1:], strict=False)]
-    return course.seconds[-1] + (steps - timed) * statistics.median(each[-max(1, timed // 3) :])
+    last = course.seconds[-1 - max(1, timed // 3) :]
+    return course.seconds[-1] + (steps - timed) * (last[-1] - last[0]) / (len(last) - 1)
 
 
 @contextmanager
@@ -193,14 +212,15 @@ def draw(report: AutoReport, file: Path) -> None:
     cells = report.cells
     figure = figure_module.Figure(figsize=(8, 1.6 + 0.45 * len(cells)), layout="constrained")
     axis = figure.subplots()
-    names = [DDP, *report.settings.methods]
+    names, rows = [DDP, *report.settings.methods], range(len(cells))
     for colour, name in zip(("#222222", "#45b3e0", "#0b5394", "#0b8043", "#674ea7"), names, strict=False):
         places = [cell.seconds(name) / cell.seconds(cell.best) for cell in cells]
-        axis.plot(places, range(len(cells)), "o", color=colour, label="plain DDP" if name == DDP else name)
-    axis.plot([cell.first for cell in cells], range(len(cells)), "D", color="#e69138", label="auto, first training")
-    axis.plot([cell.later for cell in cells], range(len(cells)), "D", color="#cc4125", label="auto, later trainings")
+        axis.plot(places, rows, "o", color=colour, label="plain DDP" if name == DDP else name)
+    axis.plot([cell.first for cell in cells], rows, "D", color="#e69138", label="auto, first training")
+    if report.settings.repeats > 1:
+        axis.plot([cell.later for cell in cells], rows, "D", color="#cc4125", label="auto, later trainings")
     axis.axvspan(0.5, 1.1, color="#8f8f8f", alpha=0.15, linewidth=0)
-    axis.set_yticks(range(len(cells)), [f"{cell.workers} workers, {cell.rate}" for cell in cells])
+    axis.set_yticks(rows, [f"{cell.workers} workers, {cell.rate}" for cell in cells])
     axis.invert_yaxis()
     axis.set(
         xscale="log",

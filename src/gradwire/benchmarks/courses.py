@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gradwire.benchmarks import courses_worker
+from gradwire.benchmarks.courses_worker import BLOCK
 from gradwire.benchmarks.training import BATCH_SIZES, Notify
 from gradwire.clusters import run_workers
 from gradwire.lab import Lab
 
-__all__ = ["Course", "run_course", "run_courses"]
+__all__ = ["BLOCK", "VALIDATE_EVERY", "Course", "run_course", "run_courses"]
 
 _SMOOTHED: Final = 3  # validations that are one loss
-_VALIDATE_EVERY: Final = 10  # steps
+VALIDATE_EVERY: Final = 10
+"""Steps, unless somebody says otherwise."""
 
 
 @dataclass
@@ -56,10 +58,30 @@ class Course:
 
 
 def run_course(
-    task: str, method: str, workers: int, steps: int, lab: Lab | None, notify: Notify, *, seed: int = 0
+    task: str,
+    method: str,
+    workers: int,
+    steps: int,
+    lab: Lab | None,
+    notify: Notify,
+    *,
+    seed: int = 0,
+    learning_rate: float | None = None,
+    validate_every: int = VALIDATE_EVERY,
 ) -> Course:
     """Train over the links of a lab, or over loopback. Validations do not count as time."""
-    return run_courses(task, {method: steps}, workers, lab, notify, seed=seed, validated=(method,))[method]
+    courses = run_courses(
+        task,
+        {method: steps},
+        workers,
+        lab,
+        notify,
+        seed=seed,
+        learning_rate=learning_rate,
+        validated=(method,),
+        validate_every=validate_every,
+    )
+    return courses[method]
 
 
 def run_courses(
@@ -70,12 +92,18 @@ def run_courses(
     notify: Notify,
     *,
     seed: int = 0,
+    learning_rate: float | None = None,
     validated: Collection[str] = (),
+    validate_every: int = VALIDATE_EVERY,
 ) -> dict[str, Course]:
-    """Train by several methods, so many steps each, that take turns in the same processes."""
+    """Train by several methods, so many steps each, that take turns in the same processes.
+
+    What follows a validation is slower, so it should be at the end of turns: every ``BLOCK`` steps, or every second.
+    """
     asked: dict[str, Any] = {"task": task, "steps": dict(steps), "seed": seed, "batch_size": BATCH_SIZES[task]}
+    asked["learning_rate"] = learning_rate
     asked["interface"] = lab.hosts[0].interface if lab else ""
-    asked["validate_every"] = {name: min(_VALIDATE_EVERY, steps[name]) for name in validated}
+    asked["validate_every"] = {name: min(validate_every, steps[name]) for name in validated}
     courses = {name: Course() for name in steps}
     for event in run_workers(courses_worker.__name__, asked, workers, lab):
         name = event["method"]

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -22,10 +22,10 @@ from gradwire.benchmarks.training_worker import wire_bytes
 from gradwire.collectives.rank import report, run_rank
 from gradwire.tasks import TASKS, Task
 
-__all__ = ["Settings", "main"]
+__all__ = ["BLOCK", "Settings", "main"]
 
-
-_BLOCK: Final = 8  # steps of a turn
+BLOCK: Final = 8
+"""Steps of a turn."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Settings:
     seed: int = 0
     validate_every: dict[str, int] = field(default_factory=dict)  # steps at least; others never
     interface: str = ""  # whose bytes are counted
+    learning_rate: float | None = None  # None: the task's own
 
 
 def main() -> None:
@@ -49,13 +50,16 @@ def main() -> None:
 def _run(settings: Settings, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)  # as many ranks as hosts share this machine
     task = TASKS[settings.task](seed=settings.seed, batch_size=settings.batch_size)
+    if settings.learning_rate is not None:
+        task = replace(task, learning_rate=settings.learning_rate)
     task.load()
     with ExitStack() as stack:
         rigs = {name: stack.enter_context(make_rig(task, name, start=None)) for name in settings.steps}
         trainings = [_Training(settings, task, name, rig, rank, ranks) for name, rig in rigs.items()]
         for turn in range(turns := max(training.turns for training in trainings)):
-            for training in trainings:
-                training.go_on(_BLOCK * -(-training.turns * (turn + 1) // turns))  # those with few are spread out
+            first = turn % len(trainings)  # nobody always comes after the same one
+            for training in trainings[first:] + trainings[:first]:
+                training.go_on(BLOCK * -(-training.turns * (turn + 1) // turns))  # those with few are spread out
         for training in trainings:
             training.end()
 
@@ -65,7 +69,7 @@ class _Training:
         self.task, self.name, self.rig, self.rank, self.ranks = task, name, rig, rank, ranks
         self.steps, self.interface = settings.steps[name], settings.interface
         self.validate_every = settings.validate_every.get(name, 0)
-        self.turns = -(-self.steps // _BLOCK)
+        self.turns = -(-self.steps // BLOCK)
         self.step = self.validated = self.sent = 0
         self.seconds, self.rounds = 0.0, rig.rounds()
 

@@ -24,7 +24,7 @@ from gradwire.tasks import TASKS, Task
 __all__ = ["Settings", "main"]
 
 _WARM_UP: Final = 3  # steps: the first ones of low rank take longer
-_PLAN_ONCE: Final = Auto(review_every=1_000_000)  # and not as in an earlier training
+_PLAN_ONCE: Final = Auto(review_every=1_000_000, patience_s=0)  # of all methods, and not as in an earlier training
 
 
 @dataclass(frozen=True)

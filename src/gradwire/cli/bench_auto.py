@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,7 @@ def auto(
     target_steps: Annotated[int, typer.Option(help="Plain DDP's steps to the loss to reach.")] = Settings.target_steps,
     timed_steps: Annotated[int, typer.Option(help="Steps of each fixed method that are timed.")] = Settings.timed_steps,
     repeats: Annotated[int, typer.Option(help="Trainings of each, with another seed each.")] = Settings.repeats,
+    learning_rate: Annotated[float | None, typer.Option(help="The task's own unless given.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the ratios: .png, .svg or .pdf.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -56,6 +58,7 @@ def auto(
         target_steps,
         timed_steps,
         repeats,
+        learning_rate,
     )
     if picture is not None:
         plot.check(picture)
@@ -68,15 +71,22 @@ def auto(
         return
     names = ["ddp", *settings.methods]
     columns = {"workers, rate": "left"} | dict.fromkeys(names, "right")
-    columns |= {"auto": "right", "/ best": "right", "first / best": "right", "to loss / best": "right"}
+    columns |= {
+        "auto": "right",
+        "/ best": "right",
+        "first / best": "right",
+        "/ ddp": "right",
+        "to loss / best": "right",
+    }
     columns |= {"loss": "right", "plan": "left"}
     rows = [
         [
             f"{cell.workers}, {cell.rate}",
             *(f"{cell.seconds(name):.1f}" for name in names),
-            f"{cell.later * cell.seconds(cell.best):.1f}",
+            f"{statistics.median(cell.auto[1:] or cell.auto):.1f}",
             f"{cell.later:.2f}",
             f"{cell.first:.2f}",
+            f"{cell.against_ddp:.2f}",
             f"{cell.to_loss:.2f}" if cell.to_loss is not None else "not reached",
             f"{cell.loss:+.1%}",
             cell.plans[-1],

@@ -23,7 +23,7 @@ __all__ = [
     "Reduction",
     "check_finite",
     "delivered",
-    "finite_sum",
+    "finite_mean",
     "result_tensor",
     "ring_bytes",
     "run",
@@ -135,8 +135,8 @@ def delivered(mean: Tensor, out: Tensor | None, like: Tensor) -> Tensor:
     return out.view(like.shape)
 
 
-def finite_sum(total: Tensor, key: Key) -> Tensor:
-    """The sum, or an error if it leaves float32."""
-    if int(ops.count_nonfinite(total.view(-1))):
+def finite_mean(total: Tensor, ranks: int, key: Key) -> Tensor:
+    """The sum of so many ranks becomes their mean where it lies, or an error if it has left float32."""
+    if int(ops.divide(total.view(-1), ranks)):
         raise NonFiniteError(f"{where(key)}: the sum of all ranks leaves float32.")
     return total

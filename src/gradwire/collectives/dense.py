@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs import EMPTY, State
-from gradwire.collectives.base import Reduced, Reduction, delivered, finite_sum, ring_bytes
+from gradwire.collectives.base import Reduced, Reduction, delivered, finite_mean, ring_bytes
 from gradwire.collectives.peers import Peers
 from gradwire.wire import Key, TensorSpec
 
@@ -49,6 +49,6 @@ class Dense:
         wait = self.peers.all_reduce(total, tag)
         yield
         wait()
-        mean = finite_sum(total, key).div_(self.peers.size)
+        mean = finite_mean(total, self.peers.size, key)
         moved = ring_bytes(x.numel(), self.peers.size)
         return Reduced(delivered(mean, out, x), state, moved, moved, moved)

@@ -15,7 +15,7 @@ from gradwire.collectives.base import (
     Reduction,
     check_finite,
     delivered,
-    finite_sum,
+    finite_mean,
     result_tensor,
     ring_bytes,
     tensor_of,
@@ -100,6 +100,6 @@ class Gather:
         else:
             bad = frames.decode(letters, spec, key, total, add=True)
         check_finite([rank in bad for rank in range(peers.size)], key)
-        mean, state = codec.finish(finite_sum(total.view(spec.shape), key).div_(peers.size), state)
+        mean, state = codec.finish(finite_mean(total.view(spec.shape), peers.size, key), state)
         moved = (peers.size - 1) * packed.numel()
         return Reduced(delivered(mean, out, x), state, moved, moved, ring_bytes(x.numel(), peers.size))

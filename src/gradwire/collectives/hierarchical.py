@@ -16,7 +16,7 @@ from gradwire.collectives.base import (
     Reduced,
     Reduction,
     delivered,
-    finite_sum,
+    finite_mean,
     result_tensor,
     ring_bytes,
     tensor_of,
@@ -155,7 +155,7 @@ class Hierarchical:
         inner = Reduced(total, state, 0, 0, 0)
         try:
             if self._one_host:
-                finite_sum(total, key)
+                finite_mean(total, 1, key)
             else:
                 inner = yield from self._between.reduce(total, state, key, tag + 1)
         except NonFiniteError as error:

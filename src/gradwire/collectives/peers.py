@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.errors import PeerError
 
-__all__ = ["Peers", "Swap", "Team", "agree", "others", "share", "tell"]
+__all__ = ["Peers", "Swap", "Team", "agree", "others", "post", "share", "tell"]
 
 _LINE_BYTES: Final = 512
 _AGREE: Final = "the agreement of all ranks"
@@ -127,6 +127,17 @@ def tell(peers: Peers, line: str, tag: int, what: str) -> list[str]:
     >>> tell(Alone(), "here", 0, "the roll call")
     ['here']
     """
+    return post(peers, line, tag, what)()
+
+
+def post(peers: Peers, line: str, tag: int, what: str) -> Callable[[], list[str]]:
+    """The same, in two halves: the line is sent now, and those of the others are there when they are asked for.
+
+    >>> from gradwire.collectives.loopback import Alone
+    >>> told = post(Alone(), "here", 0, "the roll call")
+    >>> told()
+    ['here']
+    """
     mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8, device="cpu")
     text = line.encode()[:_LINE_BYTES]
     if text:
@@ -134,9 +145,13 @@ def tell(peers: Peers, line: str, tag: int, what: str) -> list[str]:
     swap = peers.swap(dict.fromkeys(others(peers), _LINE_BYTES), tag, what)
     for rank in others(peers):
         swap.send(rank, mine)
-    lines = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
-    swap.wait()
-    return [bytes(lines[rank].tolist()).rstrip(b"\0").decode(errors="replace") for rank in range(peers.size)]
+
+    def told() -> list[str]:
+        lines = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
+        swap.wait()
+        return [bytes(lines[rank].tolist()).rstrip(b"\0").decode(errors="replace") for rank in range(peers.size)]
+
+    return told
 
 
 def share(peers: Peers, text: str, tag: int, what: str) -> list[str]:

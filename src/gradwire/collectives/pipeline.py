@@ -16,13 +16,16 @@ from typing import TypeAlias
 import torch
 
 from gradwire.collectives.base import Reduced, Reduction
-from gradwire.collectives.waiting import waited
+from gradwire.collectives.waiting import is_waiting, waited, waiting
 from gradwire.errors import ConfigError, NonFiniteError
 
 __all__ = ["Pipeline", "Trace"]
 
 _PATIENCE_S = 2.0
-"""For what is under way when a pipeline is closed: it may wait for a rank that is gone."""
+"""For threads that wait when a pipeline is closed, it may be for a rank that is gone."""
+_WORK_S = 60.0
+"""For threads that work: one that is in a function of torch's when the interpreter ends takes the process down."""
+_LOOK_S = 0.02
 
 
 @dataclass
@@ -85,10 +88,15 @@ class Pipeline:
         if not self._closed and self._queues:
             self._queues[0].put(None)
         self._closed = True
-        deadline = time.monotonic() + _PATIENCE_S
-        for worker in self._workers:
-            if worker is not threading.current_thread():
-                worker.join(max(0.0, deadline - time.monotonic()))
+        closed = worked = time.monotonic()
+        me = threading.current_thread()
+        while threads := [worker for worker in self._workers if worker is not me and worker.is_alive()]:
+            now = time.monotonic()
+            if not all(map(is_waiting, threads)):
+                worked = now
+            if now - worked > _PATIENCE_S or now - closed > _WORK_S:
+                return
+            threads[0].join(_LOOK_S)
 
     def _pass(self, stage: int, job: _Job) -> None:
         while stage >= len(self._queues):
@@ -101,7 +109,7 @@ class Pipeline:
 
     def _run(self, stage: int, jobs: queue.SimpleQueue[_Job | None]) -> None:
         torch.set_num_threads(self._threads)
-        while (job := jobs.get()) is not None:
+        while (job := _next(jobs)) is not None:
             self._advance(stage, job)
         if stage + 1 < len(self._queues):
             self._queues[stage + 1].put(None)  # the end, behind all that this stage has passed on
@@ -124,6 +132,11 @@ class Pipeline:
             self._pass(stage + 1, job)
 
 
+def _next(jobs: queue.SimpleQueue[_Job | None]) -> _Job | None:
+    with waiting():
+        return jobs.get()
+
+
 @contextmanager
 def _traced(trace: Trace, *, first: bool) -> Iterator[None]:
     started, before = time.perf_counter(), waited()
@@ -144,6 +157,6 @@ _open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that is in one of torch's functions when the interpreter ends takes the process down with SIGABRT."""
+    """Before the interpreter ends: no thread may be in one of torch's functions then."""
     for pipeline in list(_open):
         pipeline.close()

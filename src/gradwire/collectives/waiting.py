@@ -1,4 +1,4 @@
-"""How long a thread has waited for messages: what a reduction takes is work, or it is that."""
+"""Which threads wait for messages, and how long: what a reduction takes is work, or it is that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["waited", "waiting"]
+__all__ = ["is_waiting", "waited", "waiting"]
 
 
 class _Clock(threading.local):
@@ -15,15 +15,18 @@ class _Clock(threading.local):
 
 
 _clock = _Clock()
+_waiting: set[int | None] = set()
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
     """Around whatever blocks until a message has come or gone."""
-    started = time.perf_counter()
+    started, thread = time.perf_counter(), threading.get_ident()
+    _waiting.add(thread)
     try:
         yield
     finally:
+        _waiting.discard(thread)
         _clock.seconds += time.perf_counter() - started
 
 
@@ -37,3 +40,15 @@ def waited() -> float:
     True
     """
     return _clock.seconds
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    """Whether a thread that has not ended is waiting now, and would not miss the interpreter.
+
+    >>> with waiting():
+    ...     is_waiting(threading.current_thread())
+    True
+    >>> is_waiting(threading.current_thread())
+    False
+    """
+    return thread.ident in _waiting

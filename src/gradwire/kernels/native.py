@@ -105,6 +105,10 @@ def accumulate(x: Tensor, residual: Tensor | None, decay: float) -> tuple[Tensor
     return x if e is None else e, _nonfinite(bad)
 
 
+def divide(x: Tensor, by: int) -> Tensor:
+    return _nonfinite(_native.divide(_address(x), float(by), x.numel(), torch.get_num_threads()))
+
+
 def keep_residual(new: Tensor, old: Tensor, nonfinite: Tensor) -> Tensor:
     return old if int(nonfinite) else new
 

@@ -41,6 +41,7 @@ __all__ = [
     "accumulate",
     "count_nonfinite",
     "decode_blocks",
+    "divide",
     "encode_blocks",
     "gather",
     "keep_residual",
@@ -79,6 +80,15 @@ def accumulate(x: Tensor, residual: Tensor | None, decay: float) -> tuple[Tensor
     """e = x + decay * residual with NaN and Inf replaced by 0, and how many there were (0-d int64).
 
     A new tensor if there is a residual; without one it may be ``x`` itself.
+    """
+    raise NotImplementedError
+
+
+@op
+def divide(x: Tensor, by: int) -> Tensor:
+    """Divide a flat float32 tensor by a whole number of at least 1, where it lies; how many are NaN or Inf (0-d int64).
+
+    Rounded once, so that the mean of equal values is that value.
     """
     raise NotImplementedError
 

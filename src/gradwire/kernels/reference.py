@@ -47,6 +47,10 @@ def accumulate(x: Tensor, residual: Tensor | None, decay: float) -> tuple[Tensor
     return e, nonfinite
 
 
+def divide(x: Tensor, by: int) -> Tensor:
+    return count_nonfinite(x.div_(x.new_full((1,), by)))  # by a number, torch on CUDA multiplies with its reciprocal
+
+
 def keep_residual(new: Tensor, old: Tensor, nonfinite: Tensor) -> Tensor:
     return torch.where(nonfinite > 0, old, new)
 

@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from gradwire.collectives import agree, method
 from gradwire.collectives.base import ring_bytes
-from gradwire.collectives.peers import share, tell
+from gradwire.collectives.peers import post, share
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.planner.cache import PlanCache
 from gradwire.planner.cost import Cost, Machine
 from gradwire.planner.plan import CANDIDATES, DENSE, QUALITY, Bucket, Plan, Situation, choose, plan_of, safer
-from gradwire.planner.probe import Network, probe_machine, probe_network, seconds_per_byte
-from gradwire.planner.trial import Trial, dense_trial, try_method
+from gradwire.planner.probe import Network, glance_at_network, probe_machine, probe_network, seconds_per_byte
+from gradwire.planner.trial import Trial, dense_trial, trial_work, try_method
 from gradwire.reducer import GradientReducer, StepTimes
 
 __all__ = ["FIRST", "Auto", "Autopilot", "Event"]
@@ -43,13 +43,12 @@ _DOUBT: Final = 1.07  # how much faster than dense a few steps must be: they var
 _GAIN: Final = 1 - 1 / _DOUBT  # of a dense step: no plan saves more than a step waits, and less than this saves nothing
 _CLOSE_BEFORE: Final = 1.15  # the same, for those that were timed in an earlier training
 _CONTEST_STEPS: Final = 4  # of each; the first is to warm up
+_PROCESSOR_PATIENCE: Final = 5  # times longer, where the processor is slower than the link: methods differ little there
+_HOPELESS: Final = 0.3  # of the best plan's step: one whose second step waits so much longer is given up
 _AFTER_PLANNING_STEPS: Final = 3  # slower ones: what was measured has emptied caches
 _WINDOW: Final = 5  # steps whose median is a step time
 _DRIFT: Final = 0.25  # of a step: what it waits more or less than it did, when something has changed
 _MORE_TO_GAIN: Final = 1.5  # times what was nothing: then it is tried after all
-_PLANNING_S: Final = (
-    1.0  # what steps must have waited: twice as long as planning takes, which must pay in short trainings
-)
 _LINK_DRIFT: Final = 1.5  # of a link, or of steps that are few
 _MATTERS: Final = 0.2  # of a step: what a change of the link is to add or to take, if all were dense
 _PROBE_S: Final = 60.0  # between looks at the link while nothing seems to change
@@ -64,7 +63,9 @@ class Auto:
     """How to plan: ``gradwire.compress(model, Auto(...))``; ``"auto"`` is this one.
 
     ``quality`` is the relative squared error, of all that was sent of a layer, up to which a method may be used for
-    it: 0 means dense always.
+    it: 0 means dense always. Over links that are fast everything stays dense until steps have waited for them for
+    ``patience_s`` in all: measuring takes some tenths of a second, which must pay in short trainings too. With 0
+    everything is tried at once.
 
     >>> Auto(candidates=("int8", "topk:0.01")).candidates
     ('dense', 'int8', 'ef(topk:0.01)')
@@ -73,6 +74,7 @@ class Auto:
     candidates: tuple[str, ...] = CANDIDATES
     quality: float = QUALITY
     review_every: int = 8  # steps
+    patience_s: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.candidates, str) or not all(isinstance(each, str) for each in self.candidates):
@@ -85,6 +87,8 @@ class Auto:
             raise ConfigError(
                 f"`review_every` must be a whole number of at least {_WINDOW}; got {self.review_every!r}."
             )
+        if not isinstance(self.patience_s, int | float) or not 0 <= self.patience_s < math.inf:
+            raise ConfigError(f"`patience_s` must be 0 or more, and finite; got {self.patience_s!r}.")
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,9 @@ class _Pace:
         """Whether no other plan can be enough faster, if all of this was dense."""
         return self.waiting_s < _GAIN * self.seconds
 
-    @property
-    def gains_something(self) -> bool:
+    def gains_something(self, patience_s: float) -> bool:
         """Whether it is time to try other plans."""
-        return self.waiting_s > _MORE_TO_GAIN * _GAIN * self.seconds and self.waited_s > _PLANNING_S
+        return self.waiting_s > _MORE_TO_GAIN * _GAIN * self.seconds and self.waited_s > patience_s
 
     def differs(self, now: _Pace) -> bool:
         """Whether something has changed that plans are made of; computing by itself is none of that."""
@@ -161,6 +164,7 @@ class Autopilot:
         self._resting: list[Plan] = []  # of those, what was too slow to be tried again
         self._incumbent: tuple[Plan, _Pace] | None = None  # with how its last steps went: a new plan must beat it
         self._reason = _FIRST_PLAN  # for the plan that is being made
+        self._noted: Callable[[], tuple[_Pace, float]] | None = None  # for the review of the next step
         self._waited = 0.0  # seconds of this rank for the network, in all steps
         self._captured: list[dict[str, Tensor]] = []
         self._sample: frozenset[str] = frozenset()
@@ -195,7 +199,7 @@ class Autopilot:
         if self._phase is _Phase.PROFILING:
             if self.plan is None and age == 0:
                 self._recall()
-            elif self.plan is None and age == _LOOK_STEPS:
+            elif self.plan is None and age == _LOOK_STEPS and self.settings.patience_s > 0:
                 self._look_at_link()
             elif self._sample:
                 if step - self._sampled >= _TRIED_STEPS and self._steady():
@@ -205,13 +209,17 @@ class Autopilot:
             elif age >= _PROFILE_STEPS and self._steady():
                 self._stay_dense_or_try()
         elif self._phase is _Phase.CONTEST:
-            if age >= _CONTEST_STEPS + (0 if self._measured else _AFTER_PLANNING_STEPS):
+            enough = _CONTEST_STEPS + (0 if self._measured else _AFTER_PLANNING_STEPS)
+            halfway = self._measured and age == _CONTEST_STEPS // 2
+            if age >= enough or (halfway and self._is_hopeless()):
                 self._next_rival()
         elif self._captured or self._sample:
             if age >= _TRIED_STEPS:
                 self._look_at_quality()
         elif age >= self.settings.review_every:
             self._review()
+        elif age == self.settings.review_every - 1:
+            self._noted = self._note()
 
     def _steady(self) -> bool:
         """Whether enough steps in a row had the same buckets."""
@@ -221,6 +229,7 @@ class Autopilot:
     def _enter(self, phase: _Phase) -> None:
         self._phase, self._since = phase, self.reducer.step
         self._times.clear()
+        self._noted = None
 
     def _say(self, what: str) -> None:
         self.events.append(event := Event(self.reducer.step, what))
@@ -260,13 +269,19 @@ class Autopilot:
     def _stay_dense_or_try(self) -> None:
         """A plan without any trials, as long as there is nothing to be gained by them."""
         pace = self._paced()
-        if pace.gains_nothing or pace.waited_s < _PLANNING_S:
+        if pace.gains_nothing or pace.waited_s < self.settings.patience_s:
             share = f"{pace.waiting_s / pace.seconds:.0%} of a step waits for the network"
             self._plan_anew(f"{self._reason} ({share}, {pace.waited_s:.1f} s so far)", (DENSE,))
         else:
             self._start_capture()
 
     # What is measured.
+
+    @property
+    def _patience_s(self) -> float:
+        """What steps must have waited before other plans than a dense one are tried."""
+        bound = self.plan is not None and not self.plan.network.between.seconds_per_byte
+        return self.settings.patience_s * (_PROCESSOR_PATIENCE if bound else 1)
 
     def _start_capture(self) -> None:
         """Keep some of the next gradients of this rank, to try methods on."""
@@ -303,7 +318,9 @@ class Autopilot:
         self._captured, self._sample = [], frozenset()
         pairs = [(place, what) for what in methods if what != DENSE for place in range(len(buckets))]
         found: dict[str, Any] = {}
-        for number in range(peers.rank, len(pairs), peers.size):
+        for number in _shares([trial_work(what, buckets[place].numels) for place, what in pairs], peers.size)[
+            peers.rank
+        ]:
             place, what = pairs[number]
             there = [name for name in buckets[place].names if all(name in each for each in captured)]
             steps = [{name: each[name] for name in there} for each in captured]
@@ -335,14 +352,27 @@ class Autopilot:
         *means, done = [statistics.mean(each) for each in zip(*map(json.loads, told), strict=True)]
         return tuple(max(means[: place + 1]) for place in range(len(means))), done
 
-    def _paced(self) -> _Pace:
-        """The medians of the last steps; NaN if there are none."""
+    def _note(self) -> Callable[[], tuple[_Pace, float]]:
+        """Tell the others the medians of this rank's last steps, NaN if there are none, and its loss.
+
+        What all have told, put together, is to be called for: at once, or later, when nobody has to wait for it.
+        """
         took = statistics.median(each.seconds for each in self._times) if self._times else math.nan
         waits = statistics.median(map(_waiting, self._times)) if self._times else math.nan
-        mine = f"{took} {waits} {self._waited}"
-        told = tell(self.reducer.peers, mine, self.reducer.next_tags(), "the time of a step")
-        seconds, waiting, waited = zip(*([float(word) for word in line.split()] for line in told), strict=True)
-        return _Pace(statistics.mean(seconds), min(waiting), min(waited))
+        mine = f"{took} {waits} {self._waited} {self._loss}"
+        told = post(self.reducer.peers, mine, self.reducer.next_tags(), "the time of a step")
+
+        def read() -> tuple[_Pace, float]:
+            numbers = [[float(word) for word in line.split()] for line in told()]
+            seconds, waiting, waited, losses = zip(*numbers, strict=True)
+            known = [loss for loss in losses if not math.isnan(loss)]
+            pace = _Pace(statistics.mean(seconds), min(waiting), min(waited))
+            return pace, statistics.mean(known) if known else math.nan
+
+        return read
+
+    def _paced(self) -> _Pace:
+        return self._note()()[0]
 
     # Plans.
 
@@ -351,8 +381,11 @@ class Autopilot:
         peers, tags = self.reducer.peers, self.reducer.next_tags
         buckets, seen = self._layout(), self._seen()
         candidates = self.settings.candidates if candidates is None else candidates
-        machine = probe_machine(peers, tags) if len(candidates) > 1 else Machine()
-        network = probe_network(peers, tags, machine, self.hosts)
+        if len(candidates) > 1:
+            machine = probe_machine(peers, tags)
+            network = probe_network(peers, tags, machine, self.hosts)
+        else:
+            machine, network = Machine(), glance_at_network(peers, tags, self.hosts)
         trials = self._try(candidates) if self._sample or len(candidates) == 1 else self._known_trials(buckets)
         if trials is None:  # buckets have changed, or gradients could not be tried: look at others first
             self._reason = reason
@@ -419,10 +452,20 @@ class Autopilot:
         self.plan = plan
         self.reducer.assign(plan.methods)
 
+    def _is_hopeless(self) -> bool:
+        """Whether the plan that is tried is so slow that another step of it would be a waste."""
+        self._forget_all_but(1)
+        best = min(self._measured, key=lambda each: each.seconds)
+        # What it waits, not what it takes: between two steps a program may do something else, such as a validation.
+        return self._paced().waiting_s > best.waiting_s + _HOPELESS * best.seconds
+
+    def _forget_all_but(self, last: int) -> None:
+        while len(self._times) > last:
+            self._times.popleft()
+
     def _next_rival(self) -> None:
         """Note how long the steps of a plan took; after the last of them, take the best."""
-        while len(self._times) > _CONTEST_STEPS - 1:
-            self._times.popleft()
+        self._forget_all_but(_CONTEST_STEPS - 1)
         self._measured.append(pace := self._paced())
         done, over = len(self._measured), pace.gains_nothing and self._all_dense()
         if done < len(self._rivals) and not over:
@@ -456,7 +499,8 @@ class Autopilot:
 
     def _review(self) -> None:
         assert self.plan is not None
-        now, loss, step = self._paced(), self._shared_loss(), self.reducer.step
+        (now, loss), step = (self._noted or self._note())(), self.reducer.step
+        self._noted = None
         before = self._pace or now
         self._pace = before if before.seconds > 0 else None  # not NaN
         self.plan = replace(self.plan, buckets=self._with_measured_times(self.plan))
@@ -469,7 +513,7 @@ class Autopilot:
             self._choose("the loss has left its band")
         elif (step - self._probed) * now.seconds > _PROBE_S and self._link_has_changed(self.plan):
             self._plan_anew("the link has changed")
-        elif not self._tested and self._all_dense() and now.gains_something:
+        elif not self._tested and self._all_dense() and now.gains_something(self._patience_s):
             self._start_capture()
             self._enter(_Phase.PROFILING)
         elif step - self._tried >= _QUALITY_STEPS and self._times and not self._all_dense():
@@ -483,11 +527,6 @@ class Autopilot:
             return plan.buckets
         medians = [statistics.median(each) for each in zip(*last, strict=True)]
         return tuple(replace(b, measured_s=took) for b, took in zip(plan.buckets, medians, strict=True))
-
-    def _shared_loss(self) -> float:
-        told = tell(self.reducer.peers, str(self._loss), self.reducer.next_tags(), "the loss")
-        losses = [loss for loss in map(float, told) if not math.isnan(loss)]
-        return statistics.mean(losses) if losses else math.nan
 
     def _guard(self, loss: float) -> bool:
         """Whether the loss has been outside its band for long; then what is boldest in the plan is forbidden."""
@@ -576,6 +615,18 @@ def _to_beat(plan: Plan) -> float:
     """Seconds of a step, and of the steps that a plan needs more; where it is close, dense is to be had."""
     doubt = 1.0 if set(plan.methods.values()) == {DENSE} else _DOUBT
     return (plan.measured_s or math.inf) * (1 + plan.extra_steps) * doubt
+
+
+def _shares(works: Sequence[float], ranks: int) -> list[list[int]]:
+    """Which of some works each rank does, so that all are done soon: the largest first, to who has the least.
+
+    >>> _shares([3.0, 1.0, 1.0, 2.0], 2)
+    [[0, 2], [3, 1]]
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for number in sorted(range(len(works)), key=lambda each: -works[each]):
+        min(shares, key=lambda share: sum(works[each] for each in share)).append(number)
+    return shares
 
 
 def _height(what: str, candidates: Sequence[str]) -> int:

@@ -16,14 +16,16 @@ from gradwire.collectives.base import ring_bytes
 from gradwire.collectives.peers import Team, others, tell
 from gradwire.planner.cost import Link, Machine
 
-__all__ = ["Network", "probe_machine", "probe_network", "seconds_per_byte"]
+__all__ = ["Network", "glance_at_network", "probe_machine", "probe_network", "seconds_per_byte"]
 
 _WHAT: Final = "the measurement of the network"
-_TALKS: Final = 5
+_TALKS: Final = 3
+_GLANCE_TALKS: Final = 2
 _FIRST_BYTES: Final = 1 << 18
 _MOST_BYTES: Final = 1 << 22
-_LONG_S: Final = 0.016  # enough for a bandwidth
-_SPIN_S: Final = 0.025
+_LONG_S: Final = 0.01  # enough for a bandwidth
+_GLANCE_LONG_S: Final = 0.004  # for a rough one
+_SPIN_S: Final = 0.012
 _BUSY: Final = 1.3
 
 
@@ -64,6 +66,21 @@ def probe_network(peers: Peers, tags: Tags, machine: Machine, hosts: tuple[int, 
     return Network(between, dense, within)
 
 
+def glance_at_network(peers: Peers, tags: Tags, hosts: tuple[int, ...] = ()) -> Network:
+    """A rough measurement, of some milliseconds: for where nothing is chosen by it.
+
+    >>> from itertools import count
+    >>> from gradwire.collectives.loopback import Alone
+    >>> glance_at_network(Alone(), count().__next__).inside is None
+    True
+    """
+    if peers.size == 1:
+        return probe_network(peers, tags, Machine())
+    exchange = _swapping(_between_hosts(peers, hosts), peers, tags)
+    link = _measure(peers, tags, Machine(), *exchange, talks=_GLANCE_TALKS, long_s=_GLANCE_LONG_S)
+    return Network(link, link, None)
+
+
 def seconds_per_byte(peers: Peers, tags: Tags, before: Link | None, hosts: tuple[int, ...] = ()) -> float:
     """What a byte that a rank sends takes now: a short look at a link; ``before`` is what is known of it, if anything.
 
@@ -74,8 +91,7 @@ def seconds_per_byte(peers: Peers, tags: Tags, before: Link | None, hosts: tuple
     """
     if peers.size == 1:
         return 0.0
-    outside = _teams(peers, hosts)[0] if len(set(hosts)) < len(hosts) else peers
-    exchange, _ = _swapping(outside, peers, tags)
+    exchange, _ = _swapping(_between_hosts(peers, hosts), peers, tags)
     nbytes = _long_enough(before) if before is not None else _FIRST_BYTES
     took = min(_timed(peers, tags, exchange, nbytes)[0] for _ in range(2))
     return max(0.0, took - (before.latency_s if before is not None else 0.0)) / nbytes
@@ -84,6 +100,11 @@ def seconds_per_byte(peers: Peers, tags: Tags, before: Link | None, hosts: tuple
 def _long_enough(link: Link) -> int:
     """Bytes that take a link some time."""
     return int(min(_MOST_BYTES, max(_FIRST_BYTES, 1.25 * _LONG_S * link.bits_per_s / 8)))
+
+
+def _between_hosts(peers: Peers, hosts: tuple[int, ...]) -> Peers:
+    """Who a rank talks to over the link."""
+    return _teams(peers, hosts)[0] if len(set(hosts)) < len(hosts) else peers
 
 
 def _teams(peers: Peers, hosts: tuple[int, ...]) -> tuple[Peers, Peers]:
@@ -123,11 +144,14 @@ def _measure(
     exchange: Callable[[int], None],
     sent_bytes: Callable[[int], float],
     nbytes: int = _FIRST_BYTES,
+    *,
+    talks: int = _TALKS,
+    long_s: float = _LONG_S,
 ) -> Link:
-    short = [_timed(peers, tags, exchange, 4) for _ in range(_TALKS)]
+    short = [_timed(peers, tags, exchange, 4) for _ in range(talks)]
     latency, overhead = (statistics.median(each) for each in zip(*short, strict=True))
-    while (took := _timed(peers, tags, exchange, nbytes)[0]) < _LONG_S and nbytes < _MOST_BYTES:
-        nbytes = min(4 * nbytes, int(1.25 * _LONG_S / took * nbytes), _MOST_BYTES)
+    while (took := _timed(peers, tags, exchange, nbytes)[0]) < long_s and nbytes < _MOST_BYTES:
+        nbytes = min(4 * nbytes, int(1.25 * long_s / took * nbytes), _MOST_BYTES)
     seconds, processor = _timed(peers, tags, exchange, nbytes)  # again: the first time is also that of fresh memory
     sent = sent_bytes(nbytes)
     processor_per_byte = max(0.0, processor - overhead) / sent

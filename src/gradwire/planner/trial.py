@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives import AllReduce, Method, PowerSGD, method
+from gradwire.collectives import AllReduce, Method, Pipeline, PowerSGD, Reduced, Reduction, Trace, method
 from gradwire.collectives.base import ring_bytes
 from gradwire.collectives.choose import is_elementwise
 from gradwire.collectives.loopback import Loopback
 from gradwire.planner.cost import Cost
 from gradwire.reducer import SMALL, GradientReducer
 
-__all__ = ["Trial", "dense_trial", "sample_of", "try_method"]
+__all__ = ["Trial", "dense_trial", "sample_of", "trial_work", "try_method"]
 
-_MOST_RANKS: Final = 4  # that are played by threads; for more, costs are computed from theirs
+_PLAYED: Final = 2  # ranks, which have the same gradients; for more, costs are computed from theirs
 _SAMPLE: Final = 1 << 18  # elements of a bucket that are tried, if whole tensors need not be
 
 
@@ -56,6 +57,20 @@ def dense_trial(names: Iterable[str], numel: int, ranks: int) -> Trial:
     return Trial(Cost(0.0, float(ring_bytes(numel, ranks)), 1, dense=True), dict.fromkeys(names, 0.0))
 
 
+def trial_work(what: str, numels: Sequence[int]) -> float:
+    """How long :func:`try_method` takes for tensors of such sizes, about; in no unit.
+
+    >>> trial_work("powersgd:16+int8", [1 << 20]) > trial_work("int8", [1 << 20])
+    True
+    """
+    names = sample_of({str(place): numel for place, numel in enumerate(numels)})
+    whole = sum(numels[int(name)] for name in names)
+    how = method(what)
+    if isinstance(how, AllReduce):
+        return 0.0
+    return 5.0 * whole if isinstance(how, PowerSGD) or not is_elementwise(how) else float(min(whole, _SAMPLE))
+
+
 def try_method(
     what: str | Method,
     gradients: Sequence[Mapping[str, Tensor]],
@@ -64,10 +79,11 @@ def try_method(
     *,
     known_processor_s: float | None = None,
 ) -> Trial:
-    """Reduce gradients of a bucket, those of one step after another, among ranks that are threads of this process.
+    """Reduce gradients of a bucket, those of one step after another, among ranks of this process that take turns.
 
-    ``numel`` is what the whole bucket has of such tensors. Steps after the first are timed for their cost, the last one
-    again if none is known: whatever disturbs a measurement makes it larger, so the least is taken.
+    ``numel`` is what the whole bucket has of such tensors. Steps after the first are timed for their cost, and the
+    last one again if none is known: whatever disturbs a measurement makes it larger, so the least is taken. Memory of
+    the second step is as new as that of the first (low rank, on fresh pages: 75 ms, where later steps take 20).
 
     >>> steps = [{"w": torch.randn(64, 64)} for _ in range(2)]
     >>> trial = try_method("int8", steps, numel=4096, ranks=2)
@@ -79,38 +95,20 @@ def try_method(
         return dense_trial(gradients[0], numel, ranks)
     if not isinstance(how, PowerSGD) and is_elementwise(how):
         gradients = _thinned(gradients)
-    played = min(ranks, _MOST_RANKS)
+    played = min(ranks, _PLAYED)
     sample = sum(each.numel() for each in gradients[0].values())
     sums: dict[str, Tensor] = {}
-    again = known_processor_s is None or len(gradients) == 1
+    again = len(gradients) == 1 or known_processor_s is None
     timed = [*gradients, gradients[-1]] if again else gradients
-    seconds, sents = list[float](), [0] * played
-
-    def play(peers: Loopback, meet: threading.Barrier) -> None:
-        parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in gradients[0].items()}
-        reducer = GradientReducer(parameters, how, peers)
-        flat = torch.empty(sample)  # as DDP has it: the memory of all gradients, again in every step
-        sizes = [each.numel() for each in parameters.values()]
-        shapes = [each.shape for each in parameters.values()]
-        pieces = [piece.view(shape) for piece, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
-        for number, step in enumerate(timed):
-            for piece, gradient in zip(pieces, step.values(), strict=True):
-                piece.copy_(gradient)
-            meet.wait()
-            started = time.process_time()
-            reducer.start(list(parameters), pieces, last=True, flat=flat).result()
-            sents[peers.rank] = reducer.traffic.sent_bytes
-            meet.wait()
-            took = (time.process_time() - started) / played
-            if peers.rank == 0 and number > 0:
-                seconds.append(took)
-            if peers.rank == 0 and number < len(gradients):
-                for name, piece in zip(parameters, pieces, strict=True):
-                    sums[name] = sums[name] + piece if name in sums else piece.clone()
-            meet.wait()
-        reducer.close()
-
-    _in_threads(play, played)
+    seconds, actors = list[float](), _actors(how, gradients[0], played)
+    for number, step in enumerate(timed):
+        took = _play(actors, step) / played
+        if number > 0:
+            seconds.append(took)
+        if number < len(gradients):
+            for name, mean in actors[0].means().items():
+                sums[name] = sums[name] + mean if name in sums else mean.clone()
+    sents = [actor.reducer.traffic.sent_bytes for actor in actors]
     errors = {name: _relative_error(total, [step[name] for step in gradients]) for name, total in sums.items()}
     larger, sent = numel / sample, statistics.mean(sents)  # slices are not all equal
     to_all = not isinstance(how, PowerSGD) and not is_elementwise(how)  # every rank gets every other's payload
@@ -140,26 +138,72 @@ def _rounds(how: Method, ranks: int) -> int:
     return 2 * inner if isinstance(how, PowerSGD) and not how.alternate else inner
 
 
-def _in_threads(play: Callable[[Loopback, threading.Barrier], None], ranks: int) -> None:
-    meet, errors = threading.Barrier(ranks), list[BaseException]()
+class _Lockstep(Pipeline):
+    """Reductions of several ranks on one thread: each goes on by one stage, then the next one does."""
 
-    def run(peers: Loopback) -> None:
-        torch.set_num_threads(1)
-        try:
-            play(peers, meet)
-        except threading.BrokenBarrierError:
-            pass  # of another's error
-        except BaseException as error:
-            errors.append(error)
-            meet.abort()
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[tuple[Reduction, Future[Reduced]]] = deque()
 
-    threads = [threading.Thread(target=run, args=(peers,), daemon=True) for peers in Loopback.ranks(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    def submit(self, reduction: Reduction, *, here: bool = False, trace: Trace | None = None) -> Future[Reduced]:
+        """Nothing happens before :meth:`run`."""
+        self._waiting.append((reduction, future := Future[Reduced]()))
+        return future
+
+    def run(self) -> None:
+        """Until all are done. What a stage waits for has been sent in an earlier one of the other ranks."""
+        while self._waiting:
+            reduction, future = self._waiting.popleft()
+            try:
+                next(reduction)
+            except StopIteration as stop:
+                future.set_result(stop.value)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                self._waiting.append((reduction, future))
+
+
+@dataclass(frozen=True)
+class _Actor:
+    """A rank that is played, with the memory of its gradients end to end, as DDP has it."""
+
+    reducer: GradientReducer
+    pipeline: _Lockstep
+    flat: Tensor
+
+    def means(self) -> dict[str, Tensor]:
+        """Views of that memory: gradients, and after a step their means."""
+        parameters = self.reducer.parameters
+        pieces = torch.split(self.flat, [each.numel() for each in parameters.values()])
+        return {name: piece.view(each.shape) for (name, each), piece in zip(parameters.items(), pieces, strict=True)}
+
+
+def _actors(how: Method, gradients: Mapping[str, Tensor], played: int) -> list[_Actor]:
+    pipeline, numel = _Lockstep(), sum(each.numel() for each in gradients.values())
+
+    def actor(peers: Loopback) -> _Actor:
+        parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in gradients.items()}
+        return _Actor(GradientReducer(parameters, how, peers, pipeline=pipeline), pipeline, torch.empty(numel))
+
+    with ThreadPoolExecutor(played) as threads:  # they agree on what they do, as ranks would
+        return list(threads.map(actor, Loopback.ranks(played)))
+
+
+def _play(actors: Sequence[_Actor], step: Mapping[str, Tensor]) -> float:
+    """A step in which all have the same gradients; seconds of processor of all of them."""
+    for actor in actors:
+        for name, gradient in actor.means().items():
+            gradient.copy_(step[name])
+    started = time.process_time()
+    done = [
+        actor.reducer.start(list(step), list(actor.means().values()), last=True, flat=actor.flat) for actor in actors
+    ]
+    actors[0].pipeline.run()
+    took = time.process_time() - started
+    for each in done:
+        each.result()  # or its error
+    return took
 
 
 def _relative_error(sent: Tensor, steps: Sequence[Tensor]) -> float:

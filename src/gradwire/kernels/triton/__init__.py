@@ -9,7 +9,14 @@ compiled twice, for whole tiles and for the cut last one: masks would split 16-b
 """
 
 from gradwire.kernels.triton.bits import pack_bits, pack_indices, random_bits, unpack_bits, unpack_indices
-from gradwire.kernels.triton.dense import accumulate, count_nonfinite, decode_blocks, encode_blocks, keep_residual
+from gradwire.kernels.triton.dense import (
+    accumulate,
+    count_nonfinite,
+    decode_blocks,
+    divide,
+    encode_blocks,
+    keep_residual,
+)
 from gradwire.kernels.triton.lowrank import outer_residual, thin_products, thin_transposed_products
 from gradwire.kernels.triton.rotation import rotate, unrotate
 from gradwire.kernels.triton.selection import (
@@ -25,6 +32,7 @@ __all__ = [
     "accumulate",
     "count_nonfinite",
     "decode_blocks",
+    "divide",
     "encode_blocks",
     "gather",
     "keep_residual",

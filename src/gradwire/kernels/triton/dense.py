@@ -120,6 +120,30 @@ def count_nonfinite(x: Tensor) -> Tensor:
 
 
 @triton.jit
+def _divide_tile(x, nonfinite, left, by, TILE: tl.constexpr, CUT: tl.constexpr):
+    offsets = tl.arange(0, TILE)
+    quotient = tl.div_rn(load(x, offsets, left, CUT), tl.zeros((TILE,), tl.float32) + by)
+    store(x, offsets, quotient, left, CUT)
+    report(nonfinite, tl.sum((is_finite(quotient) == 0).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _divide_kernel(x, nonfinite, count, by, TILE: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * TILE
+    left = tl.minimum(count - base, TILE).to(tl.int32)
+    if left == TILE:
+        _divide_tile(x + base, nonfinite, left, by, TILE, False)
+    else:
+        _divide_tile(x + base, nonfinite, left, by, TILE, True)
+
+
+def divide(x: Tensor, by: int) -> Tensor:
+    nonfinite = torch.zeros((), dtype=torch.int64, device=x.device)
+    launch(_divide_kernel, cdiv(x.numel(), _FLAT_TILE), x.device, x, nonfinite, x.numel(), float(by), _FLAT_TILE)
+    return nonfinite
+
+
+@triton.jit
 def _keep_kernel(new, old, nonfinite, count, TILE: tl.constexpr, PROGRAMS: tl.constexpr):
     if tl.load(nonfinite) != 0:
         offsets = tl.arange(0, TILE)
