@@ -28,6 +28,9 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kAlignment = 64;
 constexpr double kLongest = 1e8;  // seconds
 constexpr auto kSlice = std::chrono::milliseconds(200);  // between looks for an interrupt
+// Over slow links a wake-up a packet takes a fifth of a processor: of a long message so much is to come before the next.
+constexpr std::size_t kPortion = 64 << 10, kLeastPortion = 16 << 10;
+constexpr int kPortionMs = 20;  // and what came is looked at after so long in any case, to know that a rank lives
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 40;  // of a message: beyond, it is no header of ours
 
 #ifdef MSG_NOSIGNAL
@@ -61,6 +64,14 @@ struct Mesh::Peer {
   Header header{};
   Message arriving;
   std::size_t arrived = 0;  // bytes, of header and data
+  int portion = 1;  // bytes that must have come before the thread is woken
+
+  void ask_for(std::size_t missing) {
+    const int wanted = missing < kLeastPortion ? 1 : int(std::min(missing, kPortion));
+    if (wanted == portion) return;
+    portion = wanted;
+    ::setsockopt(socket, SOL_SOCKET, SO_RCVLOWAT, &portion, sizeof portion);  // where it fails all is as without it
+  }
 
   mutable std::mutex guard;
   std::condition_variable changed;
@@ -213,6 +224,7 @@ bool Mesh::read_some(Peer& from) {
       }
     }
     const bool whole = from.arriving.data && from.arrived == sizeof(Header) + from.arriving.bytes;
+    from.ask_for(whole || !from.arriving.data ? 0 : sizeof(Header) + from.arriving.bytes - from.arrived);
     const std::lock_guard<std::mutex> lock(from.guard);
     from.heard = Clock::now();
     if (whole) {
@@ -234,9 +246,14 @@ void Mesh::run() {
     order.push_back(each.get());
   }
   for (;;) {
-    for (std::size_t i = 0; i < order.size(); ++i)
-      if (waiting[i + 1].fd >= 0) waiting[i + 1].events = short(POLLIN | (order[i]->wants_to_write ? POLLOUT : 0));
-    if (::poll(waiting.data(), nfds_t(waiting.size()), -1) < 0 && errno != EINTR) return;
+    bool portions = false;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      if (waiting[i + 1].fd < 0) continue;
+      waiting[i + 1].events = short(POLLIN | (order[i]->wants_to_write ? POLLOUT : 0));
+      portions |= order[i]->portion > 1;
+    }
+    const int ready = ::poll(waiting.data(), nfds_t(waiting.size()), portions ? kPortionMs : -1);
+    if (ready < 0 && errno != EINTR) return;
     if (closing_) return;
     if (waiting[0].revents) {
       char bytes[64];
@@ -251,7 +268,8 @@ void Mesh::run() {
         if (write_some(each)) each.wants_to_write = false;
         each.changed.notify_all();
       }
-      if ((seen & (POLLIN | POLLHUP | POLLERR)) && !read_some(each)) waiting[i + 1].fd = -1;
+      const bool look = ready == 0 && waiting[i + 1].fd >= 0 && each.portion > 1;
+      if ((look || (seen & (POLLIN | POLLHUP | POLLERR))) && !read_some(each)) waiting[i + 1].fd = -1;
     }
   }
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli import main
-from gradwire.lab import Lab
+from gradwire.lab import Lab, unavailable
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "lab.md"
 
@@ -82,6 +82,30 @@ def test_a_run_that_is_told_to_end_ends_its_ranks(lab):
     while any(map(is_running, pids)):  # who inherits an ended process takes its time to bury it
         assert time.monotonic() - started < 30
         time.sleep(0.05)
+
+
+def test_a_training_that_is_told_to_end_takes_its_workers_and_its_lab_down():
+    if reason := unavailable():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "gradwire", "train", "--rate", "1gbit", "--steps", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as training:
+        its = f"train-{training.pid}"
+        deadline = time.monotonic() + 60
+        while not (pids := [pid for lab in Lab.find_all() if lab.name == its for pid in inside(lab)]):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        training.send_signal(signal.SIGTERM)
+        assert training.wait(30) == 143
+    assert its not in [lab.name for lab in Lab.find_all()]
+    assert not any(map(is_running, pids))
+
+
+def inside(lab):
+    """Processes in the network of a lab's last host."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", lab.hosts[-1].namespace], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in listed.stdout.split()]
 
 
 @pytest.mark.parametrize(

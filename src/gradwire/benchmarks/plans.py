@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradwire.benchmarks import machine, plans_worker
-from gradwire.benchmarks.training import BATCH_SIZES
+from gradwire.benchmarks.training import BATCH_SIZES, Notify
 from gradwire.clusters import run_workers
 from gradwire.errors import ConfigError
 from gradwire.lab import Lab, parse_rate
@@ -64,6 +64,10 @@ class Cell:
         """By which part of the measured time the prediction is wrong."""
         return round(abs(self.predicted_s / self.measured_s - 1), 4)
 
+    def __str__(self) -> str:
+        times = f"expected {1000 * self.predicted_s:.0f} ms, measured {1000 * self.measured_s:.0f}"
+        return f"{self.task}, {self.workers} workers, {self.rate}, {self.method}: {times}"
+
 
 @dataclass(frozen=True)
 class PlansReport:
@@ -86,17 +90,24 @@ class PlansReport:
         return {**about, **shares, "cells": cells, "plans": self.plans}
 
 
-def measure(settings: Settings, notify: Callable[[str], None] = lambda _: None) -> PlansReport:
-    """Predict and time every method in every cell, one process group a cell, several times; medians are compared."""
+def measure(
+    settings: Settings, notify: Notify = lambda _: None, tell: Callable[[Cell], None] = lambda _: None
+) -> PlansReport:
+    """Predict and time every method in every cell, one process group a cell, several times; medians are compared.
+
+    A cell is told when it is done.
+    """
     report = PlansReport(settings, machine.describe("cpu"), [], {})
     for task in settings.tasks:
         for workers in settings.workers:
             for rate in settings.rates:
-                _measure_cell(report, task, workers, rate, notify)
+                for cell in _cells(report, task, workers, rate, notify):
+                    report.cells.append(cell)
+                    tell(cell)
     return report
 
 
-def _measure_cell(report: PlansReport, task: str, workers: int, rate: str, notify: Callable[[str], None]) -> None:
+def _cells(report: PlansReport, task: str, workers: int, rate: str, notify: Notify) -> Iterator[Cell]:
     asked = {"task": task, "batch_size": BATCH_SIZES[task]}
     asked |= {"rounds": report.settings.rounds, "steps": report.settings.steps}
     where, seconds = f"{task}, {workers} workers, {rate}", dict[str, list[float]]()
@@ -113,4 +124,4 @@ def _measure_cell(report: PlansReport, task: str, workers: int, rate: str, notif
     for name in plans[0].alternatives:
         predicted = statistics.median(plan.alternatives[name] for plan in plans)
         chosen = sum(plan.name == name for plan in plans) > len(plans) / 2
-        report.cells.append(Cell(task, workers, rate, name, predicted, statistics.median(seconds[name]), chosen))
+        yield Cell(task, workers, rate, name, predicted, statistics.median(seconds[name]), chosen)

@@ -1,13 +1,18 @@
 """The commands, put together.
 
 Exit status: 0, all went well; 1, the work failed (a worker died, a file is no payload); 2, it was asked for wrongly;
-130, it was interrupted.
+130, it was interrupted; 143 and 129, it was ended by SIGTERM or SIGHUP.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Final
 
 import typer
@@ -50,10 +55,29 @@ class _Program(Group):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _ending_on_signals():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             errors.print("interrupted", highlight=False)
             raise typer.Exit(_INTERRUPTED) from None
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """A signal that would end this process at once becomes an exit: ranks are ended and labs taken down."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    here = threading.current_thread() is threading.main_thread()  # only there signals can be taken
+    fatal = [each for each in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(each) is signal.SIG_DFL]
+    for number in fatal:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in fatal:
+            signal.signal(number, signal.SIG_DFL)
 
 
 app = typer.Typer(

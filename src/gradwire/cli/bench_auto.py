@@ -11,7 +11,7 @@ import typer
 from gradwire.benchmarks import plot
 from gradwire.benchmarks.auto import Settings, draw, measure
 from gradwire.cli.completion import complete_method, complete_task
-from gradwire.cli.output import JsonOption, errors, listed, print_json, show, table
+from gradwire.cli.output import JsonOption, errors, listed, print_json, say, show, table
 
 __all__ = ["auto"]
 
@@ -63,7 +63,7 @@ def auto(
     if picture is not None:
         plot.check(picture)
     with errors.status("starting") as status:
-        report = measure(settings, status.update)
+        report = measure(settings, status.update, say)
     if picture is not None:
         draw(report, picture)
     if as_json:

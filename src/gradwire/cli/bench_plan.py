@@ -11,7 +11,7 @@ from gradwire.benchmarks import drift as drifting
 from gradwire.benchmarks import plans
 from gradwire.benchmarks.plan_plot import draw_predictions
 from gradwire.cli.completion import complete_task
-from gradwire.cli.output import JsonOption, console, errors, listed, print_json, show, table
+from gradwire.cli.output import JsonOption, console, errors, listed, print_json, say, show, table
 
 __all__ = ["drift", "plan"]
 
@@ -56,7 +56,7 @@ def plan(
         tuple(tasks or default.tasks), tuple(workers or default.workers), tuple(rates or default.rates), rounds, steps
     )
     with errors.status("starting") as status:
-        report = plans.measure(settings, status.update)
+        report = plans.measure(settings, status.update, say)
     if plot is not None:
         draw_predictions(report, plot)
     if as_json:

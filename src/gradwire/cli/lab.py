@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -93,8 +88,7 @@ def run(
     if timeout is not None and not timeout > 0:
         raise ConfigError(f"`--timeout` must be more than 0; got {timeout}.")
     found = Lab.find(_name(name))
-    with _ending_on_signals():
-        outcome = found.run(program, timeout_s=timeout, output="rank0" if rank0 else "all")
+    outcome = found.run(program, timeout_s=timeout, output="rank0" if rank0 else "all")
     if outcome.exit_status:
         errors.print(f"[bold red]error:[/] {outcome.story()}.", highlight=False, soft_wrap=True)
         raise typer.Exit(outcome.exit_status)
@@ -199,18 +193,3 @@ def _name(name: str) -> str:
 def _rate(rate: str) -> str:
     parse_rate(rate, argument="--rate")
     return rate
-
-
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """A signal that would end this process at once becomes an exit on which the ranks are ended first."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["JsonOption", "console", "errors", "listed", "print_json", "show", "size", "table"]
+__all__ = ["JsonOption", "console", "errors", "listed", "print_json", "say", "show", "size", "table"]
 
 console = Console()
 errors = Console(stderr=True)
@@ -46,6 +46,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def say(what: object) -> None:
+    """A line beside the results: of long work, as it goes on."""
+    errors.print(str(what), highlight=False, soft_wrap=True, markup=False)
 
 
 def table(title: str, columns: Mapping[str, str], rows: Iterable[Iterable[str]], caption: str | None = None) -> Table:

@@ -25,7 +25,9 @@ _FIRST_BYTES: Final = 1 << 18
 _MOST_BYTES: Final = 1 << 22
 _LONG_S: Final = 0.01  # enough for a bandwidth
 _GLANCE_LONG_S: Final = 0.004  # for a rough one
-_SPIN_S: Final = 0.012
+_SURE_S: Final = 0.1  # what takes so long is measured once
+_SPIN_S: Final = 0.025  # several turns of ranks that share a processor
+_SPIN_MARGIN_S: Final = 0.008  # before and after: ranks do not begin at the same moment
 _BUSY: Final = 1.3
 
 
@@ -152,7 +154,9 @@ def _measure(
     latency, overhead = (statistics.median(each) for each in zip(*short, strict=True))
     while (took := _timed(peers, tags, exchange, nbytes)[0]) < long_s and nbytes < _MOST_BYTES:
         nbytes = min(4 * nbytes, int(1.25 * long_s / took * nbytes), _MOST_BYTES)
-    seconds, processor = _timed(peers, tags, exchange, nbytes)  # again: the first time is also that of fresh memory
+    # Again: the first time is also that of fresh memory, and short ones vary.
+    again = [_timed(peers, tags, exchange, nbytes) for _ in range(talks if took < _SURE_S else 1)]
+    seconds, processor = (statistics.median(each) for each in zip(*again, strict=True))
     sent = sent_bytes(nbytes)
     processor_per_byte = max(0.0, processor - overhead) / sent
     per_byte = (seconds - latency) / sent
@@ -171,38 +175,50 @@ def _timed(peers: Peers, tags: Tags, exchange: Callable[[int], None], nbytes: in
 
 
 def probe_machine(peers: Peers, tags: Tags) -> Machine:
-    """Measure how ranks that share processors slow each other down; for less than a tenth of a second.
+    """Measure how ranks that share processors slow each other down; for a tenth of a second.
 
     >>> from itertools import count
     >>> from gradwire.collectives.loopback import Alone
     >>> probe_machine(Alone(), count().__next__).crowding >= 1
     True
     """
-    told = []
-    for threads in (1, 2):
-        tell(peers, "", tags(), _WHAT)
-        told.append(statistics.mean(map(float, tell(peers, str(_slowdown(threads)), tags(), _WHAT))))
-    alone, two = told
-    # With a processor for each thread of all ranks two threads are as fast as one; with none to spare, half as fast.
-    return Machine(max(1.0, alone), min(1.0, max(0.0, 2 - two / alone)))
+    alone, two = (_share(peers, tags, threads) for threads in (1, 2))
+    # With a processor for each thread of all ranks two threads get as much each as one does; with none to spare, half.
+    return Machine(max(1.0, 1 / alone), min(1.0, max(0.0, 2 * two / alone - 1)))
 
 
-def _slowdown(threads: int) -> float:
-    """Seconds that a second of processor takes to threads that work at once."""
-    ratios = [0.0] * threads
-    work = [torch.zeros(1 << 15) for _ in range(threads)]
+def _share(peers: Peers, tags: Tags, threads: int) -> float:
+    """Of a processor that a thread gets if so many of each rank work at once: the mean of all.
+
+    The mean of what is got, not of how much longer it takes: a thread that got next to nothing is one of many.
+    """
+    tell(peers, "", tags(), _WHAT)
+    told = tell(peers, str(_spin(threads)), tags(), _WHAT)
+    return max(1e-3, statistics.mean(map(float, told)))
+
+
+def _spin(threads: int) -> float:
+    shares = [0.0] * threads
+    work = [torch.zeros(1 << 17) for _ in range(threads)]
 
     def spin(place: int) -> None:
         torch.set_num_threads(1)
-        started, processor = time.perf_counter(), time.thread_time()
-        while time.perf_counter() - started < _SPIN_S:
-            for _ in range(100):
-                work[place].add_(1.0)  # does not hold Python's lock
-        ratios[place] = (time.perf_counter() - started) / max(1e-9, time.thread_time() - processor)
+        marks = [_busy(work[place], seconds) for seconds in (_SPIN_MARGIN_S, _SPIN_S, _SPIN_MARGIN_S)]
+        (began, before), (ended, after) = marks[:2]
+        shares[place] = (after - before) / (ended - began)
 
     several = [threading.Thread(target=spin, args=(place,)) for place in range(threads)]
     for each in several:
         each.start()
     for each in several:
         each.join()
-    return max(1.0, statistics.mean(ratios))
+    return min(1.0, statistics.mean(shares))
+
+
+def _busy(work: torch.Tensor, seconds: float) -> tuple[float, float]:
+    """Work for so long; the time after it, and what this thread has had of processors so far."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for _ in range(10):
+            work.add_(1.0)  # does not hold Python's lock
+    return time.perf_counter(), time.thread_time()
