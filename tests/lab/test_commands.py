@@ -148,8 +148,8 @@ def test_what_the_page_shows_runs(gradwire, name, tmp_path, monkeypatch):
             mine = [] if "--name" in words else ["--name", f"{name}-lab"]
             said = gradwire(verb, *mine, *words).out
             if verb == "run":
-                # A ring of four sends 1.5 times the tensor: 0.50 s of 100 megabit.
-                assert 0.4 < float(re.fullmatch(r"4 MB between 4 ranks: ([\d.]+) s\n", said)[1]) < 1.5
+                # A ring of four sends 1.5 times the tensor: 0.50 s of 100 megabit, or more if the machine is busy.
+                assert 0.4 < float(re.fullmatch(r"4 MB between 4 ranks: ([\d.]+) s\n", said)[1]) < 4
         python = python.replace('"docs"', f'"{name}-docs"')
         said = subprocess.run(
             [sys.executable, "-c", python], capture_output=True, text=True, check=True, timeout=120

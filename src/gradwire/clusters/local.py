@@ -12,13 +12,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 from gradwire.collectives.rank import RENDEZVOUS
 from gradwire.errors import PeerError
 from gradwire.lab import Lab
+from gradwire.lab.ranks import started
 from gradwire.sharding import Retries
 
 __all__ = ["run_workers"]
@@ -55,21 +55,29 @@ def run_workers(
 
 
 def _run_once(module: str, settings: Mapping[str, Any], workers: int, lab: Lab | None) -> Iterator[dict[str, Any]]:
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-")))
-        processes = [_start(module, settings, rank, workers, folder, lab) for rank in range(workers)]
-        watch = _Watch(processes, folder)
-        watch.start()
-        stack.callback(watch.join)  # after all have ended, and before the folder goes
-        stack.callback(_end, processes)
-        output = processes[0].stdout
-        assert output is not None
-        with output:
-            for line in output:
-                yield json.loads(line)
-        watch.join()
-        if watch.failed is not None:
-            raise PeerError(_story(watch.failed, processes[watch.failed], folder))
+    watch: _Watch | None = None
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        return _start(module, settings, rank, workers, folder, lab)
+
+    def end(processes: list[subprocess.Popen[str]]) -> None:
+        _end(processes)
+        if watch is not None:
+            watch.join()  # before the folder goes
+
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as name:
+        folder = Path(name)
+        with started(start, workers, end) as processes:
+            watch = _Watch(processes, folder)
+            watch.start()
+            output = processes[0].stdout
+            assert output is not None
+            with output:
+                for line in output:
+                    yield json.loads(line)
+            watch.join()
+            if watch.failed is not None:
+                raise PeerError(_story(watch.failed, processes[watch.failed], folder))
 
 
 def _start(

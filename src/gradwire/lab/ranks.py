@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import IO, Any, Final, Literal, TypeVar
 
-__all__ = ["Outcome", "Output", "environment", "run_ranks"]
+__all__ = ["Outcome", "Output", "environment", "run_ranks", "started"]
+
+Process = TypeVar("Process")
 
 Output = Literal["all", "rank0"] | Callable[[int, str], None]
 """Where standard output of the ranks goes: printed as ``[rank] line``, that of rank 0 alone as it is, or a function
@@ -94,9 +96,31 @@ def run_ranks(
 
     ``start`` must make the process the leader of a session, so that a rank's children end with it.
     """
-    started, printer = time.monotonic(), _Printer(output)
+    began, printer = time.monotonic(), _Printer(output)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # ranks, in the order of their ends
-    running: list[_Rank] = []
+
+    def start_one(rank: int) -> _Rank:
+        return _Rank(rank, start(rank, subprocess.PIPE if printer.wants(rank) else subprocess.DEVNULL), printer, ended)
+
+    with started(start_one, ranks, _end) as running:
+        failed, timed_out = _watch(running, ended, math.inf if timeout_s is None else began + timeout_s)
+    statuses = tuple(rank.process.returncode for rank in running)
+    return Outcome(statuses, failed, timed_out, time.monotonic() - began)
+
+
+@contextmanager
+def started(
+    start: Callable[[int], Process], ranks: int, end: Callable[[list[Process]], None]
+) -> Iterator[list[Process]]:
+    """``start(rank)`` for every rank, and what came of it; in the end all that were started are given to ``end``.
+
+    Whatever exception comes meanwhile, also that of a signal, and whenever it does.
+
+    >>> with started(lambda rank: rank, 2, print) as ranks:
+    ...     pass
+    [0, 1]
+    """
+    running: list[Process] = []
     starting, leaving = threading.Lock(), threading.Event()
 
     def start_all() -> None:
@@ -104,21 +128,18 @@ def run_ranks(
             with starting:
                 if leaving.is_set():
                     return
-                process = start(rank, subprocess.PIPE if printer.wants(rank) else subprocess.DEVNULL)
-                running.append(_Rank(rank, process, printer, ended))
+                running.append(start(rank))
 
     # Not on this thread, where the exception of a signal could fall between a start and its place in the list.
     starter = ThreadPoolExecutor(1)
     try:
         starter.submit(start_all).result()
-        failed, timed_out = _watch(running, ended, math.inf if timeout_s is None else started + timeout_s)
+        yield running
     finally:
         leaving.set()
         with starting:  # by a lock, for an exception that comes while its thread begins makes the executor forget it
-            _end(running)
+            end(running)
         starter.shutdown(wait=False)
-    statuses = tuple(rank.process.returncode for rank in running)
-    return Outcome(statuses, failed, timed_out, time.monotonic() - started)
 
 
 def _watch(ranks: list[_Rank], ended: queue.SimpleQueue[int], deadline: float) -> tuple[int | None, bool]:

@@ -32,6 +32,7 @@ tasks those below it need at most 1.07 times the steps of float32, and those abo
 
 _LOW_RANK_STEPS: Final = 0.05  # more steps than float32 needs, as measured: 1.00 and 1.07 times
 _SLOWER: Final = tuple(1 + 0.04 * step for step in range(11))  # times what a short measurement says of a link
+_MOST_UNEXPLAINED: Final = 0.25  # of computing
 _WORTH: Final = 0.01  # of a step: less is not worth a plan that differs from bucket to bucket
 
 
@@ -90,7 +91,8 @@ class Situation:
         """From a situation in which ``ready_s`` and ``done_s`` are those of steps that were taken by these methods.
 
         Computing took longer than by itself, by what encoding took from it. And a link on which the steps took longer
-        than they should is as much slower as explains it, within reason, to messages such as these.
+        than they should is as much slower as explains it, within reason, to messages such as these; what that does not
+        explain is computing's, within reason too.
         """
         costs, best, least = self.costs(methods), self, inf
         for slower in _SLOWER if self.network.between.seconds_per_byte else (1.0,):
@@ -100,7 +102,9 @@ class Situation:
             off = abs(there.predict(methods).seconds - done_s)
             if off < least:
                 best, least = there, off
-        return best
+        unexplained = (done_s - best.predict(methods).seconds) / best.ready_s[-1]
+        longer = 1 + min(_MOST_UNEXPLAINED, max(0.0, unexplained))
+        return replace(best, ready_s=tuple(longer * each for each in best.ready_s))
 
     def costs(self, methods: Sequence[Mapping[str, str]]) -> list[list[Cost]]:
         """What each bucket takes."""
