@@ -101,9 +101,9 @@ def try_method(
     sums: dict[str, Tensor] = {}
     again = len(gradients) == 1 or known_processor_s is None
     timed = [*gradients, gradients[-1]] if again else gradients
-    seconds, actors = list[float](), _actors(how, gradients[0], played)
+    seconds, actors, other = list[float](), _actors(how, gradients[0], played), torch.zeros(_CACHES)
     for number, step in enumerate(timed):
-        took = _play(actors, step) / played
+        took = _play(actors, step, other) / played
         if number > 0:
             seconds.append(took)
         if number < len(gradients):
@@ -191,12 +191,15 @@ def _actors(how: Method, gradients: Mapping[str, Tensor], played: int) -> list[_
         return list(threads.map(actor, Loopback.ranks(played)))
 
 
-def _play(actors: Sequence[_Actor], step: Mapping[str, Tensor]) -> float:
-    """A step in which all have the same gradients; seconds of processor of all of them."""
+def _play(actors: Sequence[_Actor], step: Mapping[str, Tensor], other: Tensor) -> float:
+    """A step in which all have the same gradients; seconds of processor of all of them.
+
+    Other memory is used right before it, as backward does: nothing of theirs is in the caches.
+    """
     for actor in actors:
         for name, gradient in actor.means().items():
             gradient.copy_(step[name])
-    torch.zeros(_CACHES).add_(1)  # as backward does: what comes next finds nothing in the caches
+    other.add_(1)
     started = time.process_time()
     done = [
         actor.reducer.start(list(step), list(actor.means().values()), last=True, flat=actor.flat) for actor in actors
