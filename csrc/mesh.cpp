@@ -30,7 +30,7 @@ constexpr double kLongest = 1e8;  // seconds
 constexpr auto kSlice = std::chrono::milliseconds(200);  // between looks for an interrupt
 // Over slow links a wake-up a packet takes a fifth of a processor: of a long message so much is to come before the next.
 constexpr std::size_t kPortion = 64 << 10, kLeastPortion = 16 << 10;
-constexpr int kPortionMs = 20;  // and what came is looked at after so long in any case, to know that a rank lives
+constexpr auto kPortionTime = std::chrono::milliseconds(20);  // and what came is looked at after so long in any case
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 40;  // of a message: beyond, it is no header of ours
 
 #ifdef MSG_NOSIGNAL
@@ -245,6 +245,7 @@ void Mesh::run() {
     waiting.push_back({each->socket, POLLIN, 0});
     order.push_back(each.get());
   }
+  auto looked = Clock::now();
   for (;;) {
     bool portions = false;
     for (std::size_t i = 0; i < order.size(); ++i) {
@@ -252,9 +253,11 @@ void Mesh::run() {
       waiting[i + 1].events = short(POLLIN | (order[i]->wants_to_write ? POLLOUT : 0));
       portions |= order[i]->portion > 1;
     }
-    const int ready = ::poll(waiting.data(), nfds_t(waiting.size()), portions ? kPortionMs : -1);
-    if (ready < 0 && errno != EINTR) return;
+    const int patience = portions ? int(kPortionTime.count()) : -1;
+    if (::poll(waiting.data(), nfds_t(waiting.size()), patience) < 0 && errno != EINTR) return;
     if (closing_) return;
+    const bool look_at_all = portions && Clock::now() >= looked + kPortionTime;
+    if (look_at_all) looked = Clock::now();
     if (waiting[0].revents) {
       char bytes[64];
       while (::read(wake_read_, bytes, sizeof bytes) > 0) {
@@ -268,7 +271,7 @@ void Mesh::run() {
         if (write_some(each)) each.wants_to_write = false;
         each.changed.notify_all();
       }
-      const bool look = ready == 0 && waiting[i + 1].fd >= 0 && each.portion > 1;
+      const bool look = look_at_all && waiting[i + 1].fd >= 0 && each.portion > 1;
       if ((look || (seen & (POLLIN | POLLHUP | POLLERR))) && !read_some(each)) waiting[i + 1].fd = -1;
     }
   }

@@ -15,7 +15,8 @@ SETTINGS = {"codec": "int8", "epochs": 50, "batch_size": 16}
 
 def child_of_rank(rank):
     """Process id of this process's child that runs a rank."""
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    every_thread = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    children = [child for thread in every_thread for child in thread.read_text().split()]
     return next(int(p) for p in children if f"\0RANK={rank}\0" in Path(f"/proc/{p}/environ").read_text())
 
 

@@ -88,16 +88,24 @@ def test_a_training_that_is_told_to_end_takes_its_workers_and_its_lab_down():
     if reason := unavailable():
         pytest.skip(reason)
     command = [sys.executable, "-m", "gradwire", "train", "--rate", "1gbit", "--steps", "100000"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as training:
-        its = f"train-{training.pid}"
-        deadline = time.monotonic() + 60
+    training = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    its, deadline = f"train-{training.pid}", time.monotonic() + 60
+    try:
         while not (pids := [pid for lab in Lab.find_all() if lab.name == its for pid in inside(lab)]):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        training.send_signal(signal.SIGTERM)
-        assert training.wait(30) == 143
-    assert its not in [lab.name for lab in Lab.find_all()]
-    assert not any(map(is_running, pids))
+        for _ in range(2):  # as `timeout` does
+            training.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        assert training.wait(60) == 143
+        assert its not in [lab.name for lab in Lab.find_all()]
+        assert not any(map(is_running, pids))
+    finally:
+        training.kill()
+        training.wait()
+        for lab in Lab.find_all():
+            if lab.name == its:
+                lab.down()
 
 
 def inside(lab):

@@ -67,6 +67,10 @@ def _ending_on_signals() -> Iterator[None]:
     """A signal that would end this process at once becomes an exit: ranks are ended and labs taken down."""
 
     def leave(number: int, _: FrameType | None) -> None:
+        for each in fatal:
+            signal.signal(
+                each, signal.SIG_IGN
+            )  # `timeout` sends it twice, and what is cleaned up must not be cut short
         sys.exit(128 + number)
 
     here = threading.current_thread() is threading.main_thread()  # only there signals can be taken

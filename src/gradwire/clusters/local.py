@@ -62,7 +62,7 @@ def _run_once(module: str, settings: Mapping[str, Any], workers: int, lab: Lab |
 
     def end(processes: list[subprocess.Popen[str]]) -> None:
         _end(processes)
-        if watch is not None:
+        if watch is not None and watch.ident is not None:  # None: it was not started yet
             watch.join()  # before the folder goes
 
     with tempfile.TemporaryDirectory(prefix="gradwire-") as name:
@@ -132,6 +132,7 @@ def _end(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()
+    for process in processes:
         process.wait()
 
 

@@ -114,7 +114,7 @@ def started(
 ) -> Iterator[list[Process]]:
     """``start(rank)`` for every rank, and what came of it; in the end all that were started are given to ``end``.
 
-    Whatever exception comes meanwhile, also that of a signal, and whenever it does.
+    Whatever exception comes meanwhile, also that of a signal.
 
     >>> with started(lambda rank: rank, 2, print) as ranks:
     ...     pass

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from zlib import crc32
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from gradwire.files import write_whole
 
 __all__ = ["PlanCache", "cache_folder"]
+
+_FORMAT: Final = 2  # of what is kept: before, costs were those of trials with warm caches
 
 
 def cache_folder() -> Path:
@@ -42,7 +44,7 @@ class PlanCache:
 
     def __init__(self, parameters: Mapping[str, Tensor], ranks: int) -> None:
         model = {name: list(parameter.shape) for name, parameter in parameters.items()}
-        here = [platform.machine(), platform.processor(), os.cpu_count(), torch.__version__, ranks, model]
+        here = [_FORMAT, platform.machine(), platform.processor(), os.cpu_count(), torch.__version__, ranks, model]
         self._file = cache_folder() / f"plan-{crc32(json.dumps(here).encode()):08x}.json"
         self._known: dict[str, float] = {}
         self._changed = False

@@ -102,7 +102,7 @@ class Situation:
             off = abs(there.predict(methods).seconds - done_s)
             if off < least:
                 best, least = there, off
-        unexplained = (done_s - best.predict(methods).seconds) / best.ready_s[-1]
+        unexplained = (done_s - best.predict(methods).seconds) / max(1e-9, best.ready_s[-1])
         longer = 1 + min(_MOST_UNEXPLAINED, max(0.0, unexplained))
         return replace(best, ready_s=tuple(longer * each for each in best.ready_s))
 
