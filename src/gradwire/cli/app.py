@@ -67,10 +67,8 @@ def _ending_on_signals() -> Iterator[None]:
     """A signal that would end this process at once becomes an exit: ranks are ended and labs taken down."""
 
     def leave(number: int, _: FrameType | None) -> None:
-        for each in fatal:
-            signal.signal(
-                each, signal.SIG_IGN
-            )  # `timeout` sends it twice, and what is cleaned up must not be cut short
+        for each in fatal:  # from now on: `timeout` sends it twice, and cleaning up must not be cut short
+            signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + number)
 
     here = threading.current_thread() is threading.main_thread()  # only there signals can be taken
@@ -81,7 +79,8 @@ def _ending_on_signals() -> Iterator[None]:
         yield
     finally:
         for number in fatal:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is leave:
+                signal.signal(number, signal.SIG_DFL)
 
 
 app = typer.Typer(
