@@ -606,15 +606,22 @@ static std::int64_t accumulate_range(const float* x, const float* residual, floa
 
 // x / by for elements begin to end, where they lie; returns how many of the quotients are not finite.
 static std::int64_t divide_range(float* x, float by, std::int64_t begin, std::int64_t end) {
-  const F divisor = all(by);
+  std::uint32_t word;
+  std::memcpy(&word, &by, sizeof word);
+  const bool exact = (word & 0x7FFFFFu) == 0;  // a power of two: the product with 1 / by is the quotient
+  const F divisor = all(by), factor = all(1.0f / by);
+  const auto count = [&](std::int64_t from, std::int64_t to) { return count_nonfinite(x + from, to - from); };
+  const auto put = [&](std::int64_t i, std::int64_t n, F v) GRADWIRE_LAMBDA {
+    store_some(x + i, v, n);
+    return v;
+  };
+  if (exact)
+    return each_counted(
+        begin, end,
+        [&](std::int64_t i, std::int64_t n) GRADWIRE_LAMBDA { return put(i, n, load_some(x + i, n) * factor); }, count);
   return each_counted(
       begin, end,
-      [&](std::int64_t i, std::int64_t n) GRADWIRE_LAMBDA {
-        const F v = load_some(x + i, n) / divisor;
-        store_some(x + i, v, n);
-        return v;
-      },
-      [&](std::int64_t from, std::int64_t to) { return count_nonfinite(x + from, to - from); });
+      [&](std::int64_t i, std::int64_t n) GRADWIRE_LAMBDA { return put(i, n, load_some(x + i, n) / divisor); }, count);
 }
 
 static void clean_range(const float* x, float* e, std::int64_t count) { clean_values(x, e, count); }

@@ -14,7 +14,7 @@ from torch import nn
 import gradwire
 from gradwire import ConfigError, NonFiniteError, PeerError
 from gradwire.collectives.loopback import Alone, Loopback
-from gradwire.reducer import GradientReducer
+from gradwire.reducer import GradientReducer, _Countdown
 
 from .collectives.threads import TIMEOUT_S, Counting, Gate, on_every_rank, results
 
@@ -589,3 +589,12 @@ def test_a_step_lets_go_of_its_tensors_at_once():
         assert state() is None
     finally:
         gc.enable()
+
+
+def test_of_several_failed_parts_the_first_started_is_told_whichever_failed_first():
+    """Backends complete in any order: ranks would name different buckets."""
+    first, later = NonFiniteError("first"), NonFiniteError("later")
+    countdown = _Countdown(3, lambda: None)
+    for place, error in ((2, later), (0, first), (1, None)):
+        countdown(place, error)
+    assert countdown.done.exception() is first

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, Literal
@@ -46,6 +46,10 @@ SMALL: Final = 4096
 
 FEW: Final = 1 << 16
 """Small elements of all ranks up to which they are gathered sooner than summed in two rounds."""
+
+
+_PATIENCE_S: Final = 2.0
+"""When a reducer is closed, for what is under way, it may be to a rank that is gone."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,10 @@ class _Section:
     elsewhere: frozenset[str] = frozenset()  # names that travel in another section; zeros stand for them in this one
     next_state: State | None = None  # until the step is taken
 
+    def name_in(self, error: BaseException) -> None:
+        """Collectives know the number alone, which all ranks share; names are what a person can look up."""
+        error.args = (f"{error} Bucket {self.number} begins with parameter {self.names[0]!r}.",)
+
     def states(self) -> dict[str, State]:
         states = zip(self.names, self.collective.by_tensor(self.state, self.sizes), strict=True)
         return {name: state for name, state in states if state and name not in self.elsewhere}
@@ -138,20 +146,24 @@ class _Step:
 
 
 class _Countdown:
-    """Completes a future when so many parts are done, after a last action, or with the first error."""
+    """Completes a future when so many parts are done, after a last action, or with an error.
+
+    That of the part which was started first, whichever failed first: so it is the same on all ranks.
+    """
 
     def __init__(self, parts: int, action: Callable[[], None]) -> None:
         self.parts, self.action, self.done, self.lock = parts, action, Future[None](), threading.Lock()
-        self.error: BaseException | None = None
+        self.errors: dict[int, BaseException] = {}
 
-    def __call__(self, error: BaseException | None) -> None:
+    def __call__(self, place: int, error: BaseException | None) -> None:
         with self.lock:
             self.parts -= 1
-            self.error = self.error or error
+            if error is not None:
+                self.errors[place] = error
             if self.parts:
                 return  # also after an error: others still write to the gradients
-            if self.error is not None:
-                self.done.set_exception(self.error)
+            if self.errors:
+                self.done.set_exception(self.errors[min(self.errors)])
                 return
             self.action()
             self.done.set_result(None)
@@ -220,8 +232,9 @@ class GradientReducer:
         self._states: dict[str, State] = {}  # of parameters that no plan has yet
         self._methods: dict[str, Method] = dict.fromkeys(self.parameters, self.method)
         self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
-        self._labels: dict[tuple[str, ...], str] = {}  # of buckets
+        self._known: dict[tuple[str, ...], tuple[str, int]] = {}  # of buckets
         self._end_of_step = math.nan
+        self._all_reduced_at = 0.0  # the last one that needed no pipeline
         self._times: StepTimes | None = None  # of the last step
         self.between: Callable[[int, StepTimes | None], None] | None = None
         self.on_step: list[Callable[[int, StepTimes | None], None]] = []
@@ -238,6 +251,11 @@ class GradientReducer:
         return self._step + bool(self._now.results and not self._open)
 
     @property
+    def is_between_steps(self) -> bool:
+        """Whether the next bucket begins a step."""
+        return not self._open
+
+    @property
     def traffic(self) -> Traffic:
         """Of the last step."""
         return self._now.traffic(self.peers.size) if self._now.results else self._traffic
@@ -250,6 +268,7 @@ class GradientReducer:
     def close(self) -> None:
         """End the threads, and the connections to other ranks if nothing is under way."""
         self._pipeline.close()
+        wait(self._now.results, timeout=_PATIENCE_S)  # for those that the pipeline only follows
         if isinstance(self.peers, ProcessPeers) and all(future.done() for future in self._now.results):
             self.peers.close()
 
@@ -268,28 +287,59 @@ class GradientReducer:
     # Bucket by bucket.
 
     def start(
-        self, names: Sequence[str], gradients: Sequence[Tensor], *, last: bool, flat: Tensor | None = None
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
+        *,
+        last: bool,
+        flat: Tensor | None = None,
     ) -> Future[None]:
         """Start to replace the gradients of a bucket of parameters by their means; the future is done when they are.
 
         Every rank starts the same buckets in the same order. ``last`` ends the step: vectors and small tensors of all
         buckets travel then, so no bucket that has any is done before. ``flat`` is the memory of the gradients, if they
-        lie end to end: it saves copies.
+        lie end to end: it saves copies, and where all of it is reduced as it is nobody asks for the gradients.
         """
         if not self._open:
             self._begin_step()
         self._open = not last
         now, number = self._now, len(self._now.buckets)
         now.buckets.append((tuple(names), time.perf_counter()))
-        now.numel += sum(gradient.numel() for gradient in gradients)
-        by_name = dict(zip(names, gradients, strict=True))
-        for listener in self.on_gradient:
-            for name, gradient in by_name.items():
-                listener(name, gradient)
+        ends = now.ends  # not the step itself: it would hold on to its own tensors until Python looks for cycles
+
+        def end() -> None:
+            ends[number] = time.perf_counter()
+
+        if self.on_gradient:  # they see states as they were before this step
+            gradients = gradients() if callable(gradients) else gradients
+            for listener in self.on_gradient:
+                for name, gradient in zip(names, gradients, strict=True):
+                    listener(name, gradient)
+        sections = self._plan(tuple(names))
+        if flat is not None and flat.dtype == torch.float32 and self._reduces_as_it_is(sections):
+            now.numel += flat.numel()
+            finish = _Countdown(1, end)
+            self._submit(now, sections[0], [flat], [finish], flat)
+        else:
+            gradients = gradients() if callable(gradients) else gradients
+            now.numel += sum(gradient.numel() for gradient in gradients)
+            finish = self._start_sections(dict(zip(names, gradients, strict=True)), sections, flat, end)
+        if last and now.small:
+            self._submit(now, self._small(tuple(now.small)), list(now.small.values()), now.waiting)
+        return finish.done
+
+    def _reduces_as_it_is(self, sections: Sequence[_Section]) -> bool:
+        """Whether a bucket is one all-reduce, and nobody has to do with a gradient by itself."""
+        dense = len(sections) == 1 and isinstance(sections[0].collective, Dense) and not sections[0].elsewhere
+        return dense and not self._carry and not self.on_gradient
+
+    def _start_sections(
+        self, by_name: Mapping[str, Tensor], sections: Sequence[_Section], flat: Tensor | None, end: Callable[[], None]
+    ) -> _Countdown:
+        now, names = self._now, list(by_name)
         for name in self._carry.keys() & by_name.keys():
             now.carried[name] = self._carry.pop(name)
             by_name[name].add_(now.carried[name].view(by_name[name].shape).to(by_name[name]))
-        sections = self._plan(tuple(names))
         main, others = (sections[0] if sections else None), sections[1:]
         # What travels apart from the main section is copied, and zeros stand for it there.
         apart = {name: by_name[name].clone() for name in names if main is None or name in main.elsewhere}
@@ -298,10 +348,9 @@ class GradientReducer:
         def put_back() -> None:
             for name, mean in apart.items():
                 by_name[name].copy_(mean)
+            end()
 
         finish = _Countdown((main is not None) + len(others) + bool(small), put_back)
-        ends = now.ends  # not the step itself: it would hold on to its own tensors until Python looks for cycles
-        finish.done.add_done_callback(lambda _: ends.__setitem__(number, time.perf_counter()))
         if main is not None:
             for name in main.elsewhere:
                 by_name[name].zero_()
@@ -312,9 +361,7 @@ class GradientReducer:
         if small:
             now.small |= {name: apart[name] for name in small}
             now.waiting.append(finish)
-        if last and now.small:
-            self._submit(now, self._small(tuple(now.small)), list(now.small.values()), now.waiting)
-        return finish.done
+        return finish
 
     def _submit(
         self,
@@ -325,7 +372,7 @@ class GradientReducer:
         flat: Tensor | None = None,
     ) -> None:
         """Start to reduce a section. Its means end in the gradients; with ``flat``, their memory, without a copy."""
-        key, tag = Key(self.seed, self._step, section.number), self.next_tags()
+        key, tag, place = Key(self.seed, self._step, section.number), self.next_tags(), len(now.results)
         computed = _computed(gradients[0].device)
         can = flat is not None and flat.dtype == torch.float32
         in_place = (
@@ -341,8 +388,7 @@ class GradientReducer:
             try:
                 return (yield from section.collective.reduce(x.view(section.shape), section.state, key, tag, in_place))
             except (NonFiniteError, PeerError) as error:
-                # Collectives know the number alone, which all ranks share; names are what a person can look up.
-                error.args = (f"{error} Bucket {section.number} begins with parameter {section.names[0]!r}.",)
+                section.name_in(error)
                 raise
 
         def arrived(future: Future[Reduced]) -> None:
@@ -359,14 +405,42 @@ class GradientReducer:
                     gradient.fill_(torch.nan)
                 error = None
             for countdown in then:
-                countdown(error)
+                countdown(place, error)
 
         now.sections.append(section)
         now.traces.append(trace := Trace())
         now.of_bucket.append(len(now.buckets) - 1)
-        future = self._pipeline.submit(reduction(), here=isinstance(section.collective, Dense), trace=trace)
+        future = self._all_reduced(section, in_place, key, tag, trace)
+        if future is None:
+            dense = isinstance(section.collective, Dense)
+            future = self._pipeline.submit(reduction(), here=dense, trace=trace)
         now.results.append(future)
         future.add_done_callback(arrived)
+
+    def _all_reduced(
+        self, section: _Section, flat: Tensor | None, key: Key, tag: int, trace: Trace
+    ) -> Future[Reduced] | None:
+        """Started where none of our threads has to wait for it; None if that cannot be."""
+        collective = section.collective
+        if flat is None or not isinstance(collective, Dense):
+            return None
+        began = sent = time.perf_counter()
+
+        def arrived(future: Future[Reduced]) -> None:
+            now = time.perf_counter()
+            trace.wire_s, self._all_reduced_at = now - max(sent, self._all_reduced_at), now
+            if isinstance(error := future.exception(), NonFiniteError | PeerError):
+                section.name_in(error)
+
+        def start() -> Future[Reduced] | None:
+            nonlocal sent
+            future = collective.start(flat, key, tag)
+            trace.encode_s = (sent := time.perf_counter()) - began
+            if future is not None:
+                future.add_done_callback(arrived)
+            return future
+
+        return self._pipeline.follow(start)
 
     def _begin_step(self) -> None:
         self._take_step()
@@ -380,51 +454,50 @@ class GradientReducer:
         before, self._now = self._now, _Step()
         if not before.results:
             return
-        self._traffic = before.traffic(self.peers.size)
+        self._traffic, taken = before.traffic(self.peers.size), before.taken
         for section in before.sections:
-            if before.taken and section.next_state is not None:
+            if taken and section.next_state is not None:
                 section.state = section.next_state
             section.next_state = None
-        if not before.taken:
+        if not taken:
             self._carry |= before.carried
-        times = self._times_of(before)
+        times = self._times_of(before) if taken else None
+        self._end_of_step = max(before.ends.values()) if times is not None else math.nan
         self._times = times if times is not None and not math.isnan(times.seconds) else None
         self._step += 1
         for listener in self.on_step:
             listener(self._step, times)
 
     def _times_of(self, before: _Step) -> StepTimes | None:
-        """None if it failed."""
-        if not before.taken or len(before.ends) < len(before.buckets):
-            self._end_of_step = math.nan
+        """Of a step that was taken; None if nobody knows."""
+        if len(before.ends) < len(before.buckets):
             return None
-        after, self._end_of_step = self._end_of_step, max(before.ends.values())
+        after = self._end_of_step
+        sums = [[0, 0, 0.0, 0.0, 0.0] for _ in before.buckets]  # this is done between steps, where others wait
+        for bucket, future, trace in zip(before.of_bucket, before.results, before.traces, strict=True):
+            reduced, of_bucket = future.result(), sums[bucket]
+            of_bucket[0] += reduced.sent_bytes
+            of_bucket[1] += reduced.received_bytes
+            of_bucket[2] += trace.encode_s
+            of_bucket[3] += trace.wire_s
+            of_bucket[4] += trace.decode_s
         buckets = []
         for number, (names, ready) in enumerate(before.buckets):
-            mine = [place for place, bucket in enumerate(before.of_bucket) if bucket == number]
-            done, traces = [before.results[place].result() for place in mine], [before.traces[place] for place in mine]
+            (label, dense_bytes), (sent, received, *seconds) = self._known_of(names), sums[number]
+            done = before.ends[number] - after
             buckets.append(
-                BucketTimes(
-                    names,
-                    ready - after,
-                    before.ends[number] - after,
-                    self._method_of(names),
-                    sum(each.sent_bytes for each in done),
-                    sum(each.received_bytes for each in done),
-                    ring_bytes(sum(self.parameters[name].numel() for name in names), self.peers.size),
-                    sum(each.encode_s for each in traces),
-                    sum(each.wire_s for each in traces),
-                    sum(each.decode_s for each in traces),
-                )
+                BucketTimes(names, ready - after, done, label, int(sent), int(received), dense_bytes, *seconds)
             )
         return StepTimes(self._step, tuple(buckets))
 
-    def _method_of(self, names: tuple[str, ...]) -> str:
-        """How the large tensors of a bucket travel; remembered until one of them does otherwise."""
-        if names not in self._labels:
+    def _known_of(self, names: tuple[str, ...]) -> tuple[str, int]:
+        """How the large tensors of a bucket travel, and its bytes if it were dense; remembered until that changes."""
+        if names not in self._known:
             large = [name for name in names if is_large(self.parameters[name])]
-            self._labels[names] = ", ".join(dict.fromkeys(str(self._methods[n]) for n in large)) or "float32"
-        return self._labels[names]
+            label = ", ".join(dict.fromkeys(str(self._methods[n]) for n in large)) or "float32"
+            numel = sum(self.parameters[name].numel() for name in names)
+            self._known[names] = label, ring_bytes(numel, self.peers.size)
+        return self._known[names]
 
     def _rescale(self) -> None:
         """Residuals are in units of the loss scale: they follow it."""
@@ -472,7 +545,7 @@ class GradientReducer:
         if not changed:
             return
         self._methods |= {name: wanted[name] for name in changed}
-        self._labels = {}
+        self._known = {}
         for names in [names for names in self._plans if not changed.isdisjoint(names)]:
             changed |= set(names)
             for section in self._plans.pop(names):
@@ -616,7 +689,7 @@ class GradientReducer:
         if isinstance(state, Sequence):
             state = self._divided(state)
         self._check_state(state)
-        self._now, self._plans, self._labels = _Step(), {}, {}
+        self._now, self._plans, self._known = _Step(), {}, {}
         assigned = {name: method(what) for name, what in state.get("assigned", {}).items()}
         self._methods = {**dict.fromkeys(self.parameters, self.method), **assigned}
         self._carry = {name: owed.clone() for name, owed in state.get("carried", {}).items()}

@@ -56,7 +56,8 @@ OPTIONS = {
     "unused": {"find_unused_parameters": True},
     "tiny_buckets": {"bucket_cap_mb": 0.001},
 }
-NONFINITE = ("int4", "ef(topk:0.05)", "ef21(int4)", "powersgd:2,start=1", "acp:2,start=1")
+NONFINITE = ("dense", "int4", "ef(topk:0.05)", "ef21(int4)", "powersgd:2,start=1", "acp:2,start=1")
+PROPAGATED = ("ef(topk:0.05)", "dense")
 STAYING = {"find_unused_parameters": True}  # buckets are never rebuilt then
 
 
@@ -83,6 +84,7 @@ def answers(folder):
         **{f"unused_{c}": ("unused", {"name": c}) for c in ("none", "int4", "ef(topk:0.05)", "powersgd:2,start=1")},
         **{f"uneven_{c}": ("uneven", {"name": c}) for c in ("int4", "ef(topk:0.05)", "powersgd:2,start=2")},
         **{f"nonfinite_{c}": ("nonfinite", {"name": c}) for c in NONFINITE},
+        "nonfinite_recomputing": ("nonfinite", {"name": "int4", "recomputing": True, "bucket_cap_mb": 0.001}),
         "nonfinite_one_bucket": ("nonfinite", {"name": "ef(topk:0.05)", "bucket_cap_mb": 25}),
         **{f"resumed_{c}": ("checkpoint", {"name": c, "folder": str(folder), **STAYING}) for c in RESUMED},
         "resumed_rebuilt": ("checkpoint", {"name": "ef(topk:0.05)", "folder": str(folder)}),
@@ -91,7 +93,7 @@ def answers(folder):
         "scaler": ("scaler", {}),
         "autocast": ("autocast", {}),
         "bfloat16": ("half", {"dtype": "bfloat16"}),
-        "propagated": ("propagated", {}),
+        **{f"propagated_{c}": ("propagated", {"name": c}) for c in PROPAGATED},
         "two_models": ("two_models", {}),
         "only_small": ("only_small", {"name": "int4"}),
         "traffic": ("traffic_is_the_last_steps", {}),
@@ -223,18 +225,20 @@ def test_a_run_resumed_in_other_buckets_stays_near(answers):
         assert rank["distance"] < rank["moved"] / 4
 
 
-@pytest.mark.parametrize("case", [*NONFINITE, "one_bucket"])
+@pytest.mark.parametrize("case", [*NONFINITE, "one_bucket", "recomputing"])
 def test_training_goes_on_after_a_nan(answers, case):
     for rank in same_on_every_rank(answers[f"nonfinite_{case}"], "parameters", "errors"):
         ((step, error),) = rank["errors"]
         assert step == 2
-        place = r"bucket (\d+) of step 2: NaN or Inf on ranks \[1\]\. Bucket \1 begins with parameter '[\w.]+'\."
+        found = "a rank's gradient holds NaN or Inf" if case == "dense" else r"NaN or Inf on ranks \[1\]"
+        place = rf"bucket (\d+) of step 2: {found}\. Bucket \1 begins with parameter '[\w.]+'\."
         assert re.fullmatch(place, error)
         assert rank["finite"]
 
 
-def test_nan_of_one_rank_becomes_nan_on_all_if_it_is_to_propagate(answers):
-    for rank in without_error(answers["propagated"]):
+@pytest.mark.parametrize("codec", PROPAGATED)
+def test_nan_of_one_rank_becomes_nan_on_all_if_it_is_to_propagate(answers, codec):
+    for rank in without_error(answers[f"propagated_{codec}"]):
         assert rank["nan"]
         assert rank["kept"]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.workers import mortal
 from tests.workers.group import Group, forkserver
 
-CODECS = ("int4", "ef(topk:0.1)", "powersgd:2,start=0+int8", "none", "ef21(int4)")
+CODECS = ("int4", "ef(topk:0.1)", "powersgd:2,start=0+int8", "none", "ef21(int4)", "dense")
 TIMEOUT_S = 20
 pytestmark = pytest.mark.timeout(900)
 

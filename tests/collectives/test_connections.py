@@ -836,6 +836,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.timeout(300)  # twelve processes that import torch, on a machine that may be busy
 def test_a_process_that_ends_right_after_a_collective_of_torch_has_not_failed(tmp_path):
     """Without gradwire one of three aborts, which torchrun counts as a failed training."""
     for attempt in range(6):
@@ -843,4 +844,4 @@ def test_a_process_that_ends_right_after_a_collective_of_torch_has_not_failed(tm
         ranks = [
             subprocess.Popen([*command, str(rank)], env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}) for rank in range(2)
         ]
-        assert [rank.wait(30) for rank in ranks] == [0, 0]
+        assert [rank.wait(120) for rank in ranks] == [0, 0]

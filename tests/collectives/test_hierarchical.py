@@ -126,6 +126,22 @@ def test_dense_is_the_mean(count):
     assert all(torch.equal(x, y) for x, y in zip(xs, before, strict=True))  # what was given stays as it is
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 517, 999])
+def test_what_one_rank_holds_of_nan_and_inf_all_find(bad, place):
+    collectives, xs = [Dense(each) for each in Loopback.ranks(3, TIMEOUT_S)], tensors(3, 1000)
+    xs[1][place] = bad
+    for outcome in reduce_all(collectives, xs, [{}] * 3):
+        assert isinstance(outcome, NonFiniteError)
+
+
+def test_the_mean_of_the_largest_is_the_largest():
+    largest = torch.finfo(torch.float32).max
+    collectives = [Dense(each) for each in Loopback.ranks(4, TIMEOUT_S)]
+    for outcome in results(reduce_all(collectives, [torch.full((8,), largest) for _ in range(4)], [{}] * 4)):
+        assert torch.equal(outcome.mean, torch.full((8,), largest))
+
+
 def test_dense_reduces_in_place_and_raises_for_nan():
     (alone,) = Loopback.ranks(1)
     x = torch.ones(4)

@@ -3,12 +3,14 @@
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from gradwire.collectives.base import Reduced
 from gradwire.collectives.pipeline import Pipeline
+from gradwire.errors import NonFiniteError, PeerError
 
 ENDS_EARLY = """
 import threading, time, torch
@@ -52,3 +54,29 @@ def test_threads_have_ended_when_a_pipeline_is_closed():
     pipeline.close()
     assert late.is_set()
     assert set(threading.enumerate()) <= before
+
+
+def failed(error):
+    future = Future()
+    future.set_exception(error)
+    return future
+
+
+def ends_well():
+    yield
+    return Reduced(torch.ones(1), {}, 0, 0, 0)
+
+
+def test_after_a_reduction_that_it_only_follows_has_failed_all_later_ones_do():
+    pipeline, gone = Pipeline(), PeerError("rank 1 is gone")
+    pipeline.follow(lambda: failed(gone))
+    assert pipeline.submit(ends_well()).exception() is gone
+    assert pipeline.follow(Future).exception() is gone
+    pipeline.close()
+
+
+def test_nan_fails_nothing_but_itself():
+    pipeline = Pipeline()
+    pipeline.follow(lambda: failed(NonFiniteError("NaN")))
+    assert pipeline.submit(ends_well()).result().mean == 1
+    pipeline.close()

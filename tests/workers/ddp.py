@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as computed_again
 
 import gradwire
 from gradwire import ConfigError, NonFiniteError, PeerError
@@ -32,6 +33,16 @@ class Net(nn.Module):
         for layer in self.layers[:-1]:
             x = torch.tanh(layer(x))
         return self.layers[-1](x)
+
+
+class Recomputing(Net):
+    """Its layers are computed again in a backward inside the backward."""
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in self.layers[:-1]:
+            x = torch.tanh(computed_again(layer, x, use_reentrant=True))
+        return computed_again(self.layers[-1], x, use_reentrant=True)
 
 
 class Branches(nn.Module):
@@ -386,9 +397,9 @@ def checkpoint(rank, name, folder, **options):
     }
 
 
-def nonfinite(rank, name, **options):
+def nonfinite(rank, name, recomputing=False, **options):
     """NaN on one rank in the third step: raised on every rank, and training goes on."""
-    model, _ = compressed(name, **options)
+    model, _ = compressed(name, Recomputing() if recomputing else None, **options)
     optimizer = sgd(model)
     errors = []
     for step in range(6):
@@ -404,9 +415,9 @@ def nonfinite(rank, name, **options):
     return {"errors": errors, "parameters": parameters(model), "finite": finite}
 
 
-def propagated(rank):
+def propagated(rank, name):
     """NaN on one rank becomes NaN on all."""
-    model, compression = compressed("ef(topk:0.05)", nonfinite="propagate")
+    model, compression = compressed(name, nonfinite="propagate")
     for step in range(3):  # the buckets are rebuilt meanwhile
         model.zero_grad()
         loss_of(model, step, rank).backward()

@@ -111,8 +111,9 @@ class Compression:
 
     def __init__(self, reducer: GradientReducer, autopilot: Autopilot | None = None) -> None:
         self._reducer, self._autopilot = reducer, autopilot
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in reducer.parameters.items()}
-        self._error: BaseException | None = None
+        self._names = {id(parameter): name for name, parameter in reducer.parameters.items()}
+        self._errors: dict[int, BaseException] = {}  # of this step, by bucket
+        self._raises = False  # in the backward that is under way
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
         """Where records go, for more of them: ``compression.telemetry.record("validation", step=100, loss=0.3)``."""
@@ -212,9 +213,10 @@ class Compression:
         return True
 
     def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        """The first bucket's, whichever failed first: so it is the same on all ranks."""
+        errors, self._errors = self._errors, {}
+        if errors:
+            raise errors[min(errors)]
 
     def settle(self) -> None:
         """Tell the telemetry of the last step, which nothing follows; :meth:`close` does so too."""
@@ -230,23 +232,26 @@ class Compression:
 
 
 def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
+    buffer, index = bucket.buffer(), bucket.index()
     result: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.device.type == "cuda" else None
     )
-    raises = compression._raises_after_backward()
+    reducer = compression._reducer
+    # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
+    if reducer.is_between_steps or bucket.is_last():
+        compression._raises = compression._raises_after_backward()
 
     def finish(done: Future[None]) -> None:
         error = done.exception()
         if error is None:
             result.set_result(buffer)
-        elif raises:
-            compression._error = compression._error or error
+        elif compression._raises:
+            compression._errors[index] = error
             result.set_result(buffer.fill_(torch.nan))
         else:
             result.set_exception(error)  # type: ignore[arg-type]
 
-    names = [compression._names[parameter] for parameter in bucket.parameters()]
-    reducing = compression._reducer.start(names, bucket.gradients(), last=bucket.is_last(), flat=buffer)
+    names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
+    reducing = reducer.start(names, bucket.gradients, last=bucket.is_last(), flat=buffer)
     reducing.add_done_callback(finish)
     return result

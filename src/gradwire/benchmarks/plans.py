@@ -45,9 +45,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cell:
-    """A method under a link.
+    """A method under a link, in several rounds: a plan, and what was planned timed right after.
 
-    >>> Cell("digits", 4, "1gbit", "int8", predicted_s=0.11, measured_s=0.10, chosen=False).off
+    >>> Cell("digits", 4, "1gbit", "int8", [0.11, 0.22, 0.12], [0.10, 0.20, 0.12], chosen=False).off
     0.1
     """
 
@@ -55,14 +55,33 @@ class Cell:
     workers: int
     rate: str
     method: str
-    predicted_s: float
-    measured_s: float
+    predictions_s: list[float]  # of each round
+    measurements_s: list[float]
     chosen: bool  # by ``auto``
+
+    @property
+    def predicted_s(self) -> float:
+        """The median of all rounds."""
+        return statistics.median(self.predictions_s)
+
+    @property
+    def measured_s(self) -> float:
+        """The median of all rounds."""
+        return statistics.median(self.measurements_s)
+
+    @property
+    def above(self) -> float:
+        """The part by which the prediction is above the measured time, in the median round.
+
+        Machines that others use too are faster in one minute and slower in the next: a round is compared with itself.
+        """
+        rounds = zip(self.predictions_s, self.measurements_s, strict=True)
+        return round(statistics.median(predicted / measured for predicted, measured in rounds) - 1, 4)
 
     @property
     def off(self) -> float:
         """By which part of the measured time the prediction is wrong."""
-        return round(abs(self.predicted_s / self.measured_s - 1), 4)
+        return abs(self.above)
 
     def __str__(self) -> str:
         times = f"expected {1000 * self.predicted_s:.0f} ms, measured {1000 * self.measured_s:.0f}"
@@ -84,7 +103,8 @@ class PlansReport:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain JSON types."""
-        cells = [{**asdict(cell), "off": cell.off} for cell in self.cells]
+        names = ("predicted_s", "measured_s", "above", "off")
+        cells = [asdict(cell) | {name: getattr(cell, name) for name in names} for cell in self.cells]
         shares = {"within_15_percent": self.within(0.15), "within_30_percent": self.within(0.3)}
         about = {"machine": self.machine, "settings": asdict(self.settings)}
         return {**about, **shares, "cells": cells, "plans": self.plans}
@@ -93,7 +113,7 @@ class PlansReport:
 def measure(
     settings: Settings, notify: Notify = lambda _: None, tell: Callable[[Cell], None] = lambda _: None
 ) -> PlansReport:
-    """Predict and time every method in every cell, one process group a cell, several times; medians are compared.
+    """Predict and time every method in every cell, one process group a cell, several times; in the median of rounds.
 
     A cell is told when it is done.
     """
@@ -119,9 +139,8 @@ def _cells(report: PlansReport, task: str, workers: int, rate: str, notify: Noti
                 plans.append(Plan.from_json(event["plan"]))
                 report.plans.setdefault(where, []).append(event["plan"])
             else:
-                seconds.setdefault(event["method"], []).extend(event["seconds"])
+                seconds.setdefault(event["method"], []).append(statistics.median(event["seconds"]))
                 notify(f"{where}: {event['method']}")
     for name in plans[0].alternatives:
-        predicted = statistics.median(plan.alternatives[name] for plan in plans)
         chosen = sum(plan.name == name for plan in plans) > len(plans) / 2
-        yield Cell(task, workers, rate, name, predicted, statistics.median(seconds[name]), chosen)
+        yield Cell(task, workers, rate, name, [plan.alternatives[name] for plan in plans], seconds[name], chosen)

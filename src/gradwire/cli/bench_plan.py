@@ -70,7 +70,7 @@ def plan(
             cell.method,
             f"{1000 * cell.predicted_s:.0f}",
             f"{1000 * cell.measured_s:.0f}",
-            f"{cell.predicted_s / cell.measured_s - 1:+.0%}",
+            f"{cell.above:+.0%}",
             "chosen" if cell.chosen else "",
         ]
         for cell in report.cells

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs import EMPTY, State
-from gradwire.collectives.base import Reduced, Reduction, delivered, finite_mean, ring_bytes
+from gradwire.collectives.base import Reduced, Reduction, delivered, ring_bytes, where
 from gradwire.collectives.peers import Peers
+from gradwire.collectives.processes import ProcessPeers
+from gradwire.errors import NonFiniteError, PeerError
+from gradwire.kernels import ops
 from gradwire.wire import Key, TensorSpec
 
 __all__ = ["Dense"]
@@ -22,6 +27,9 @@ class Dense:
 
     A program that uses the group itself keeps its order: the first part of a reduction must run where gradients are
     handed over, as :class:`~gradwire.collectives.Pipeline` does with ``here=True``.
+
+    Ranks divide before they sum, as DDP does: a sum of shares cannot leave float32. A rank that finds NaN or Inf while
+    it does so makes the first element NaN, where all will find it: nobody needs to look at the rest of the sum.
 
     >>> from gradwire.collectives.base import run
     >>> from gradwire.collectives.loopback import Alone
@@ -46,9 +54,42 @@ class Dense:
     def reduce(self, x: Tensor, state: State, key: Key, tag: int, out: Tensor | None = None) -> Reduction:
         """Reduce a tensor where it is. Which rank held NaN or Inf nobody can say of a sum."""
         total = x if out is not None and out.data_ptr() == x.data_ptr() else x.clone()
+        self._divide(total)
         wait = self.peers.all_reduce(total, tag)
         yield
         wait()
-        mean = finite_mean(total, self.peers.size, key)
-        moved = ring_bytes(x.numel(), self.peers.size)
-        return Reduced(delivered(mean, out, x), state, moved, moved, moved)
+        return self._reduced(total, out, x, key)
+
+    def start(self, x: Tensor, key: Key, tag: int) -> Future[Reduced] | None:
+        """The same where the tensor lies, with none of our threads waiting: one of the backend's completes the future.
+
+        None, and nothing is started, if that cannot be.
+        """
+        if not isinstance(self.peers, ProcessPeers) or x.device.type != "cpu":
+            return None
+        future: Future[Reduced] = Future()
+
+        def done(error: PeerError | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                future.set_result(self._reduced(x, x, x, key))
+            except BaseException as why:  # torch would print it, and nobody would learn that it is over
+                future.set_exception(why)
+
+        try:
+            self._divide(x)
+            self.peers.all_reduce_then(x, tag, done)
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _divide(self, x: Tensor) -> None:
+        nonfinite = ops.divide(x.view(-1), self.peers.size)
+        x.view(-1)[:1].masked_fill_(nonfinite > 0, math.nan)
+
+    def _reduced(self, total: Tensor, out: Tensor | None, like: Tensor, key: Key) -> Reduced:
+        if not all(map(math.isfinite, total.view(-1)[:1].tolist())):
+            raise NonFiniteError(f"{where(key)}: a rank's gradient holds NaN or Inf.")
+        moved = ring_bytes(total.numel(), self.peers.size)
+        return Reduced(delivered(total, out, like), {}, moved, moved, moved)

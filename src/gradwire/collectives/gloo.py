@@ -44,6 +44,7 @@ class GlooPeers(ProcessPeers):
 
     def close(self) -> None:
         """gloo's connections end with the process."""
+        self._deadlines.close()
 
     def _hang_up(self, accused: int) -> None:
         """gloo closes all connections when a wait times out."""

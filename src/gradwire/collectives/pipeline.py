@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +73,7 @@ class Pipeline:
         With ``here`` its first part runs before this returns, on the thread of the caller. What it takes is added to
         the ``trace``.
         """
-        if self._closed:
-            raise ConfigError("close() was called: nothing can be reduced any more.")
+        self.check()
         future: Future[Reduced] = Future()
         job = (reduction, future, trace or Trace())
         if here:
@@ -82,6 +81,27 @@ class Pipeline:
         else:
             self._pass(0, job)
         return future
+
+    def check(self) -> None:
+        """Raise if it was closed."""
+        if self._closed:
+            raise ConfigError("close() was called: nothing can be reduced any more.")
+
+    def follow(self, start: Callable[[], Future[Reduced] | None]) -> Future[Reduced] | None:
+        """Start a reduction that needs none of these threads, if ``start`` can. It and the others fail together."""
+        self.check()
+        if self._error is not None:
+            failed: Future[Reduced] = Future()
+            failed.set_exception(self._error)
+            return failed
+        future = start()
+        if future is not None:
+            future.add_done_callback(lambda done: self._note(done.exception()))
+        return future
+
+    def _note(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
+            self._error = self._error or error
 
     def close(self) -> None:
         """End the threads once they have done what was submitted, which is waited for, though not for ever."""
@@ -125,8 +145,7 @@ class Pipeline:
         except StopIteration as stop:
             future.set_result(stop.value)
         except BaseException as error:
-            if not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
-                self._error = self._error or error
+            self._note(error)
             future.set_exception(error)
         else:
             self._pass(stage + 1, job)

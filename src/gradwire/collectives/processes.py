@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import count
 from typing import Final
 
 import torch
@@ -25,6 +27,54 @@ __all__ = ["ProcessPeers", "SilentError", "store"]
 
 _GRACE_S: Final = 3.0  # for the others to notice the same and say so
 _POLL_S: Final = 0.02
+_LOOK_S: Final = 0.25
+_NOTICE_S: Final = 0.25  # for a connection to end after another has
+
+
+class _Deadlines:
+    """Calls what has not been taken back in time, on a thread that looks now and then.
+
+    The clock of all of them begins again whenever one is taken back: they wait for each other.
+
+    >>> deadlines = _Deadlines()
+    >>> deadlines.take(deadlines.add(60.0, lambda: None)), deadlines.take(7)
+    (True, False)
+    >>> deadlines.close()
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._numbers, self._closed = threading.Lock(), count(), threading.Event()
+        self._pending: dict[int, tuple[float, float, Callable[[], None]]] = {}  # since when, how long, and what then
+        self._thread: threading.Thread | None = None
+        self._last = -math.inf  # when one was taken back
+
+    def add(self, seconds: float, late: Callable[[], None]) -> int:
+        """Have something called after so many seconds, or a little later; its number."""
+        with self._lock:
+            self._pending[number := next(self._numbers)] = time.monotonic(), seconds, late
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="gradwire-deadlines", daemon=True)
+                self._thread.start()
+        return number
+
+    def take(self, number: int) -> bool:
+        """Take it back; False if it was called."""
+        with self._lock:
+            self._last = time.monotonic()
+            return self._pending.pop(number, None) is not None
+
+    def close(self) -> None:
+        """Nothing is called any more."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            with self._lock:
+                now, last = time.monotonic(), self._last
+                late = [each for each, (since, long, _) in self._pending.items() if max(since, last) + long < now]
+                calls = [self._pending.pop(each)[2] for each in late]
+            for call in calls:
+                call()
 
 
 class _Trial:
@@ -49,6 +99,7 @@ class ProcessPeers(ABC):
     name: str  # the same on every rank: where addresses and accusations are left in the store
     timeout_s: float
     _trial: _Trial = field(default_factory=_Trial, repr=False, compare=False, kw_only=True)
+    _deadlines: _Deadlines = field(default_factory=_Deadlines, repr=False, compare=False, kw_only=True)
 
     @abstractmethod
     def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> Swap:
@@ -61,6 +112,10 @@ class ProcessPeers(ABC):
     @abstractmethod
     def _hang_up(self, accused: int) -> None:
         """Close the connections, so that ranks that wait for this one notice now."""
+
+    def _gone(self, tag: int) -> tuple[int, Exception] | None:
+        """A rank whose connection has ended, and how, as far as that is known; nobody uses the tag."""
+        return None
 
     @property
     def wire_bytes(self) -> int | None:
@@ -86,7 +141,47 @@ class ProcessPeers(ABC):
 
         return wait
 
-    def _failed(self, error: RuntimeError, tag: int) -> PeerError:
+    def all_reduce_then(self, x: Tensor, tag: int, done: Callable[[PeerError | None], None]) -> None:
+        """The same of a tensor on the CPU, with nobody waiting: ``done`` is called by the backend's thread.
+
+        Or, with the error, by another: it takes a while to find out who is to blame.
+        """
+        try:
+            work = dist.all_reduce(x, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self._failed(error, tag) from error
+
+        def fail(error: BaseException) -> None:
+            def find_out() -> None:
+                try:
+                    blamed = self._failed(error, tag)
+                except Exception as why:  # such as a process group that is gone
+                    blamed = PeerError(f"the all-reduce failed: {_reason(why)}")
+                done(blamed)
+
+            threading.Thread(target=find_out, daemon=True).start()
+
+        def finish(future: torch.futures.Future[list[Tensor]]) -> None:
+            if self._deadlines.take(number):
+                try:
+                    future.wait()  # it is done: only for its error
+                except BaseException as error:
+                    fail(error)
+                else:
+                    done(None)
+
+        def late() -> None:
+            fail(RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the all-reduce."))
+
+        number = self._deadlines.add(self.timeout_s, late)
+        work.get_future().add_done_callback(finish)
+
+    def _failed(self, error: BaseException, tag: int) -> PeerError:
+        end = time.monotonic() + _NOTICE_S
+        while time.monotonic() < end:  # others may not have noticed yet: who is gone is not to be waited for
+            if gone := self._gone(tag + 1):
+                return self.blame(*gone, "the all-reduce")
+            time.sleep(_POLL_S)
         # Whoever is stuck has been waited for already.
         hasty = replace(self, timeout_s=min(self.timeout_s, _GRACE_S))
         try:
@@ -159,7 +254,7 @@ def store() -> Store:
     return found
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """What the transport says, without the place in its sources."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     said = re.sub(r"^\[\S*\] ", "", lines[0])

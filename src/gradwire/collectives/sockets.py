@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 
+from gradwire.collectives.peers import others
 from gradwire.collectives.processes import ProcessPeers, SilentError, store
 from gradwire.collectives.waiting import waiting
 from gradwire.errors import PeerError
@@ -107,10 +108,19 @@ class SocketPeers(ProcessPeers):
 
     def close(self) -> None:
         """End the connections."""
+        self._deadlines.close()
         self.connections.close()
 
     def _hang_up(self, accused: int) -> None:
         self.connections.close()
+
+    def _gone(self, tag: int) -> tuple[int, Exception] | None:
+        for rank in others(self):
+            try:
+                self.connections.receive(rank, tag, 0.0)
+            except RuntimeError as error:
+                return rank, error
+        return None
 
 
 @dataclass(frozen=True)

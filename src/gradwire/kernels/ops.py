@@ -88,7 +88,7 @@ def accumulate(x: Tensor, residual: Tensor | None, decay: float) -> tuple[Tensor
 def divide(x: Tensor, by: int) -> Tensor:
     """Divide a flat float32 tensor by a whole number of at least 1, where it lies; how many are NaN or Inf (0-d int64).
 
-    Rounded once, so that the mean of equal values is that value.
+    Rounded once, so that the sum of equal values becomes that value.
     """
     raise NotImplementedError
 

@@ -43,12 +43,16 @@ _DOUBT: Final = 1.07  # how much faster than dense a few steps must be: they var
 _GAIN: Final = 1 - 1 / _DOUBT  # of a dense step: no plan saves more than a step waits, and less than this saves nothing
 _CLOSE_BEFORE: Final = 1.15  # the same, for those that were timed in an earlier training
 _CONTEST_STEPS: Final = 4  # of each; the first is to warm up
-_PROCESSOR_PATIENCE: Final = 5  # times longer, where the processor is slower than the link: methods differ little there
+_SAVED: Final = 0.5  # of what dense steps wait: what other plans may save of it, in the mean
+_UNSAVED: Final = 0.03  # of a step: what they take of the processor instead
+_PROCESSOR_PATIENCE: Final = (
+    5  # times longer, where the processor is no faster than the link: methods differ little there
+)
+_PROCESSOR_BOUND: Final = 3  # times what a rank itself takes of a processor; the kernel takes as much, uncounted
 _HOPELESS: Final = 0.3  # of the best plan's step: one whose second step waits so much longer is given up
 _AFTER_PLANNING_STEPS: Final = 3  # slower ones: what was measured has emptied caches
 _WINDOW: Final = 5  # steps whose median is a step time
 _DRIFT: Final = 0.25  # of a step: what it waits more or less than it did, when something has changed
-_MORE_TO_GAIN: Final = 1.5  # times what was nothing: then it is tried after all
 _LINK_DRIFT: Final = 1.5  # of a link, or of steps that are few
 _MATTERS: Final = 0.2  # of a step: what a change of the link is to add or to take, if all were dense
 _PROBE_S: Final = 60.0  # between looks at the link while nothing seems to change
@@ -63,9 +67,9 @@ class Auto:
     """How to plan: ``gradwire.compress(model, Auto(...))``; ``"auto"`` is this one.
 
     ``quality`` is the relative squared error, of all that was sent of a layer, up to which a method may be used for
-    it: 0 means dense always. Over links that are fast everything stays dense until steps have waited for them for
-    ``patience_s`` in all: measuring takes some tenths of a second, which must pay in short trainings too. With 0
-    everything is tried at once.
+    it: 0 means dense always. Over links that are fast everything stays dense until other plans could have saved
+    ``patience_s``: measuring and trying takes about a second, which must pay in short trainings too. With 0 everything
+    is tried at once.
 
     >>> Auto(candidates=("int8", "topk:0.01")).candidates
     ('dense', 'int8', 'ef(topk:0.01)')
@@ -112,7 +116,8 @@ class _Pace:
 
     seconds: float  # a step, as the ranks saw it in the mean
     waiting_s: float  # for means after the last gradient, by the rank that waits least: others wait for that one too
-    waited_s: float  # in all steps of the training
+    waited_s: float  # in all steps since there was something to gain
+    steps: float  # since then
 
     @property
     def gains_nothing(self) -> bool:
@@ -120,8 +125,9 @@ class _Pace:
         return self.waiting_s < _GAIN * self.seconds
 
     def gains_something(self, patience_s: float) -> bool:
-        """Whether it is time to try other plans."""
-        return self.waiting_s > _MORE_TO_GAIN * _GAIN * self.seconds and self.waited_s > patience_s
+        """Whether it is time to try other plans: if as many steps follow, these should save what trying costs."""
+        saved_s = _SAVED * self.waited_s - _UNSAVED * self.steps * self.seconds
+        return not self.gains_nothing and saved_s > patience_s
 
     def differs(self, now: _Pace) -> bool:
         """Whether something has changed that plans are made of; computing by itself is none of that."""
@@ -165,7 +171,7 @@ class Autopilot:
         self._incumbent: tuple[Plan, _Pace] | None = None  # with how its last steps went: a new plan must beat it
         self._reason = _FIRST_PLAN  # for the plan that is being made
         self._noted: Callable[[], tuple[_Pace, float]] | None = None  # for the review of the next step
-        self._waited = 0.0  # seconds of this rank for the network, in all steps
+        self._waited, self._stepped = 0.0, 0  # seconds of this rank for the network, and in how many steps
         self._captured: list[dict[str, Tensor]] = []
         self._sample: frozenset[str] = frozenset()
         self._probed = self._tried = self._sampled = 0  # steps at which link and gradients were looked at, and kept
@@ -195,6 +201,7 @@ class Autopilot:
         if times is not None:
             self._times.append(times)
             self._waited += _waiting(times)
+            self._stepped += 1
         age = step - self._since
         if self._phase is _Phase.PROFILING:
             if self.plan is None and age == 0:
@@ -269,18 +276,19 @@ class Autopilot:
     def _stay_dense_or_try(self) -> None:
         """A plan without any trials, as long as there is nothing to be gained by them."""
         pace = self._paced()
-        if pace.gains_nothing or pace.waited_s < self.settings.patience_s:
-            share = f"{pace.waiting_s / pace.seconds:.0%} of a step waits for the network"
-            self._plan_anew(f"{self._reason} ({share}, {pace.waited_s:.1f} s so far)", (DENSE,))
-        else:
+        if pace.gains_something(self.settings.patience_s):
             self._start_capture()
+            return
+        share = f"{pace.waiting_s / pace.seconds:.0%} of a step waits for the network"
+        self._plan_anew(f"{self._reason} ({share}, {pace.waited_s:.1f} s so far)", (DENSE,))
 
     # What is measured.
 
     @property
     def _patience_s(self) -> float:
-        """What steps must have waited before other plans than a dense one are tried."""
-        bound = self.plan is not None and not self.plan.network.between.seconds_per_byte
+        """What other plans than a dense one should save before they are tried."""
+        link = self.plan.network.between if self.plan is not None else None
+        bound = link is not None and link.seconds_per_byte < _PROCESSOR_BOUND * link.processor_per_byte
         return self.settings.patience_s * (_PROCESSOR_PATIENCE if bound else 1)
 
     def _start_capture(self) -> None:
@@ -359,14 +367,14 @@ class Autopilot:
         """
         took = statistics.median(each.seconds for each in self._times) if self._times else math.nan
         waits = statistics.median(map(_waiting, self._times)) if self._times else math.nan
-        mine = f"{took} {waits} {self._waited} {self._loss}"
+        mine = f"{took} {waits} {self._waited} {self._stepped} {self._loss}"
         told = post(self.reducer.peers, mine, self.reducer.next_tags(), "the time of a step")
 
         def read() -> tuple[_Pace, float]:
             numbers = [[float(word) for word in line.split()] for line in told()]
-            seconds, waiting, waited, losses = zip(*numbers, strict=True)
+            seconds, waiting, waited, steps, losses = zip(*numbers, strict=True)
             known = [loss for loss in losses if not math.isnan(loss)]
-            pace = _Pace(statistics.mean(seconds), min(waiting), min(waited))
+            pace = _Pace(statistics.mean(seconds), min(waiting), min(waited), max(steps))
             return pace, statistics.mean(known) if known else math.nan
 
         return read
@@ -505,6 +513,11 @@ class Autopilot:
         self._pace = before if before.seconds > 0 else None  # not NaN
         self.plan = replace(self.plan, buckets=self._with_measured_times(self.plan))
         self._since = step
+        if now.gains_nothing:
+            self._waited, self._stepped = (
+                0.0,
+                0,
+            )  # long ago nothing was to gain: what there is now must not pay for that
         if before.differs(now):
             self._incumbent = replace(self.plan, measured_s=now.seconds), now
             waits = f"steps wait {1000 * now.waiting_s:.0f} ms for the network"

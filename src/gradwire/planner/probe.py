@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -121,9 +122,11 @@ def _teams(peers: Peers, hosts: tuple[int, ...]) -> tuple[Peers, Peers]:
 def _swapping(team: Peers, peers: Peers, tags: Tags) -> tuple[Callable[[int], None], Callable[[int], float]]:
     """An all-to-all in which a rank sends so many bytes, and how many those are."""
 
+    zeros = _kept(torch.uint8)
+
     def exchange(nbytes: int) -> None:
         each, tag = max(1, nbytes // max(1, team.size - 1)), tags()
-        data = torch.zeros(each, dtype=torch.uint8)
+        data = zeros(each)
         swap = team.swap(dict.fromkeys(others(team), each), tag, _WHAT)
         for rank in others(team):
             swap.send(rank, data)
@@ -133,10 +136,17 @@ def _swapping(team: Peers, peers: Peers, tags: Tags) -> tuple[Callable[[int], No
 
 
 def _all_reducing(peers: Peers, tags: Tags) -> tuple[Callable[[int], None], Callable[[int], float]]:
+    zeros = _kept(torch.float32)
+
     def exchange(nbytes: int) -> None:
-        peers.all_reduce(torch.zeros(nbytes // 4), tags())()
+        peers.all_reduce(zeros(nbytes // 4), tags())()
 
     return exchange, lambda nbytes: float(ring_bytes(nbytes // 4, peers.size))
+
+
+def _kept(dtype: torch.dtype) -> Callable[[int], torch.Tensor]:
+    """Zeros, where the last ones of that size were: gradients do not lie in fresh memory either."""
+    return cache(lambda numel: torch.zeros(numel, dtype=dtype))
 
 
 def _measure(
