@@ -5,6 +5,7 @@ import logging
 import re
 import time
 from dataclasses import dataclass, field
+from math import nan
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import gradwire
 from gradwire import ConfigError
 from gradwire.collectives.loopback import Loopback
 from gradwire.planner import FIRST, Auto, Autopilot
+from gradwire.planner.autopilot import _Pace
 from gradwire.reducer import GradientReducer
 
 from ..collectives.threads import on_every_rank, results
@@ -201,6 +203,24 @@ def test_computing_that_takes_longer_is_no_reason_to_plan_again(training):
     events = len(pilot.events)
     run.forward_s = 0.25
     assert len(run.run(16).events) == events
+
+
+@pytest.mark.parametrize(
+    ("waits", "replans"),
+    [((0.5, 0.5), True), ((0.5, 0.1), False), ((0.5, 0.1, 0.5, 0.1), False), ((1.2,), True), ((0.3, 0.3), False)],
+)
+def test_steps_that_wait_a_little_longer_must_do_so_twice(training, waits, replans):
+    """A processor that another program wanted for a moment is no reason to measure everything again."""
+    run = training(bits_per_s=1e11, forward_s=0.01)
+    pilot = run.until(lambda pilot: pilot.settled)
+    events = len(pilot.events)
+    for wait in waits:
+        for each in run.pilots:
+            each._pace = _Pace(1.0, 0.1, 0.0, 0)
+            each._since, each._note = run.reducers[0].step, lambda wait=wait: lambda: (_Pace(1.0, wait, 0.0, 0), nan)
+        run.run(9)  # the last begins with the review
+    run.run(6)  # gradients are looked at first
+    assert any("instead of 100" in each.what for each in pilot.events[events:]) == replans
 
 
 def test_vectors_alone_travel_as_they_are(training):

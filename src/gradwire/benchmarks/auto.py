@@ -82,6 +82,7 @@ class Cell:
     reached: list[float | None] = field(default_factory=list)  # seconds of auto to plain DDP's loss
     losses: list[float] = field(default_factory=list)  # of auto after as many steps: the part above plain DDP's
     plans: list[str] = field(default_factory=list)  # in a few words
+    events: list[list[str]] = field(default_factory=list)  # of each training: what auto did, and why
 
     def seconds(self, name: str) -> float:
         """Of a fixed method: the median of all repeats."""
@@ -191,6 +192,7 @@ def _repeat(settings: Settings, cell: Cell, lab: Lab, seed: int, target: float, 
     cell.reached.append(course.seconds_to(target))
     cell.losses.append(course.loss_after(steps) / target - 1)
     cell.plans.append(Plan.from_json(course.plan).name if course.plan else "none yet")
+    cell.events.append(course.events)
 
 
 def _extended(course: Course, steps: int) -> float:

@@ -32,6 +32,7 @@ class Course:
     seconds: list[float] = field(default_factory=list)  # after each step
     validations: list[tuple[int, float, float]] = field(default_factory=list)  # step, loss, bytes of rank 0 so far
     plan: str = ""  # of ``auto``, as text
+    events: list[str] = field(default_factory=list)  # what ``auto`` did, and why
 
     def first_below(self, loss: float) -> tuple[int, float, float] | None:
         """Step, seconds and bytes at the first validation that has reached a loss; None if none has."""
@@ -110,7 +111,7 @@ def run_courses(
         course = courses[name]
         if event["event"] == "done":
             course.validations = course.validations or [(steps[name], float("nan"), event["wire_bytes"])]
-            course.plan = event["plan"]
+            course.plan, course.events = event["plan"], event["events"]
             continue
         course.seconds.append(event["seconds"])
         if "validation" in event:

@@ -100,7 +100,7 @@ class _Training:
         """Say what came of it."""
         plan = self.rig.plan()
         told = {"seconds": self.seconds, "wire_bytes": self.sent, "plan": plan.to_json() if plan is not None else ""}
-        report(self.rank, event="done", method=self.name, **told)
+        report(self.rank, event="done", method=self.name, events=[str(each) for each in self.rig.events()], **told)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from gradwire.optim import (
     ShardingConfiguration,
 )
 from gradwire.optim.elementwise import settings_of
-from gradwire.planner import Plan
+from gradwire.planner import Event, Plan
 from gradwire.tasks import Task
 
 __all__ = ["AUTO", "COMPUTE", "SHARDING_PEERS", "Rig", "check_method", "make_rig", "powersgd_of"]
@@ -63,6 +63,7 @@ class Rig:
     sent_bytes: Callable[[], int | None] = _nothing  # of the last step
     wire_bytes: Callable[[], int | None] = _nothing  # so far, as the kernel counts them
     plan: Callable[[], Plan | None] = _nothing  # of ``auto``
+    events: Callable[[], list[Event]] = list  # what ``auto`` has done
     rounds: Callable[[], int] = field(default_factory=lambda: count().__next__)  # another number when all hold the same
 
 
@@ -143,6 +144,7 @@ def make_rig(task: Task, name: str, start: int | None) -> Iterator[Rig]:
             lambda: compression.traffic.sent_bytes,
             lambda: compression.wire_bytes,
             lambda: compression.plan,
+            lambda: compression.events,
         )
         compression.close()
 

@@ -23,7 +23,7 @@ from gradwire.planner.cache import PlanCache
 from gradwire.planner.cost import Cost, Machine
 from gradwire.planner.plan import CANDIDATES, DENSE, QUALITY, Bucket, Plan, Situation, choose, plan_of, safer
 from gradwire.planner.probe import Network, glance_at_network, probe_machine, probe_network, seconds_per_byte
-from gradwire.planner.trial import Trial, dense_trial, trial_work, try_method
+from gradwire.planner.trial import Trial, caches_full, dense_trial, trial_work, try_method
 from gradwire.reducer import GradientReducer, StepTimes
 
 __all__ = ["FIRST", "Auto", "Autopilot", "Event"]
@@ -52,7 +52,8 @@ _PROCESSOR_BOUND: Final = 3  # times what a rank itself takes of a processor; th
 _HOPELESS: Final = 0.3  # of the best plan's step: one whose second step waits so much longer is given up
 _AFTER_PLANNING_STEPS: Final = 3  # slower ones: what was measured has emptied caches
 _WINDOW: Final = 5  # steps whose median is a step time
-_DRIFT: Final = 0.25  # of a step: what it waits more or less than it did, when something has changed
+_DRIFT: Final = 0.25  # of a step: what it waits more or less than it did, in two reviews, when something has changed
+_SURE_DRIFT: Final = 1.0  # the same, in one review: less may be another program that wanted the processor for a moment
 _LINK_DRIFT: Final = 1.5  # of a link, or of steps that are few
 _MATTERS: Final = 0.2  # of a step: what a change of the link is to add or to take, if all were dense
 _PROBE_S: Final = 60.0  # between looks at the link while nothing seems to change
@@ -129,9 +130,9 @@ class _Pace:
         saved_s = _SAVED * self.waited_s - _UNSAVED * self.steps * self.seconds
         return not self.gains_nothing and saved_s > patience_s
 
-    def differs(self, now: _Pace) -> bool:
+    def drifts(self, now: _Pace, by: float) -> bool:
         """Whether something has changed that plans are made of; computing by itself is none of that."""
-        return abs(now.waiting_s - self.waiting_s) > _DRIFT * min(now.seconds, self.seconds)
+        return abs(now.waiting_s - self.waiting_s) > by * min(now.seconds, self.seconds)
 
 
 class _Phase(Enum):
@@ -166,6 +167,7 @@ class Autopilot:
         self._rivals: list[Plan] = []
         self._measured: list[_Pace] = []
         self._pace: _Pace | None = None  # of the plan that flies
+        self._drifted = False  # whether the last review found another pace
         self._recalled = False  # whether the rivals are those of an earlier training
         self._resting: list[Plan] = []  # of those, what was too slow to be tried again
         self._incumbent: tuple[Plan, _Pace] | None = None  # with how its last steps went: a new plan must beat it
@@ -236,7 +238,7 @@ class Autopilot:
     def _enter(self, phase: _Phase) -> None:
         self._phase, self._since = phase, self.reducer.step
         self._times.clear()
-        self._noted = None
+        self._noted, self._drifted = None, False
 
     def _say(self, what: str) -> None:
         self.events.append(event := Event(self.reducer.step, what))
@@ -326,6 +328,7 @@ class Autopilot:
         self._captured, self._sample = [], frozenset()
         pairs = [(place, what) for what in methods if what != DENSE for place in range(len(buckets))]
         found: dict[str, Any] = {}
+        caches = caches_full()
         for number in _shares([trial_work(what, buckets[place].numels) for place, what in pairs], peers.size)[
             peers.rank
         ]:
@@ -335,7 +338,9 @@ class Autopilot:
             with suppress(NonFiniteError):
                 if there and steps:
                     known = self._cache.get(what, steps, buckets[place].numel)
-                    trial = try_method(what, steps, buckets[place].numel, peers.size, known_processor_s=known)
+                    trial = try_method(
+                        what, steps, buckets[place].numel, peers.size, known_processor_s=known, caches=caches
+                    )
                     cost = trial.cost
                     found[str(number)] = [cost.processor_s, cost.sent_bytes, cost.rounds, trial.errors]
         told = share(peers, json.dumps(found), self.reducer.next_tags(), "the trials")
@@ -518,7 +523,8 @@ class Autopilot:
                 0.0,
                 0,
             )  # long ago nothing was to gain: what there is now must not pay for that
-        if before.differs(now):
+        drifted, self._drifted = self._drifted, before.drifts(now, _DRIFT)
+        if before.drifts(now, _DRIFT if drifted else _SURE_DRIFT):
             self._incumbent = replace(self.plan, measured_s=now.seconds), now
             waits = f"steps wait {1000 * now.waiting_s:.0f} ms for the network"
             self._plan_anew(f"{waits} instead of {1000 * before.waiting_s:.0f}")

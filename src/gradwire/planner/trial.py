@@ -20,7 +20,7 @@ from gradwire.collectives.loopback import Loopback
 from gradwire.planner.cost import Cost
 from gradwire.reducer import SMALL, GradientReducer
 
-__all__ = ["Trial", "dense_trial", "sample_of", "trial_work", "try_method"]
+__all__ = ["Trial", "caches_full", "dense_trial", "sample_of", "trial_work", "try_method"]
 
 _PLAYED: Final = 2  # ranks, which have the same gradients; for more, costs are computed from theirs
 _CACHES: Final = 1 << 23  # elements that fill the caches of a processor
@@ -47,6 +47,15 @@ def sample_of(numels: Mapping[str, int]) -> list[str]:
             break
         names.append(name)
     return names
+
+
+def caches_full() -> Tensor:
+    """Memory that fills the caches of a processor.
+
+    >>> caches_full().nbytes >> 20
+    32
+    """
+    return torch.zeros(_CACHES)
 
 
 def dense_trial(names: Iterable[str], numel: int, ranks: int) -> Trial:
@@ -79,12 +88,14 @@ def try_method(
     ranks: int,
     *,
     known_processor_s: float | None = None,
+    caches: Tensor | None = None,
 ) -> Trial:
     """Reduce gradients of a bucket, those of one step after another, among ranks of this process that take turns.
 
     ``numel`` is what the whole bucket has of such tensors. Steps after the first are timed for their cost, and the
     last one again if none is known: whatever disturbs a measurement makes it larger, so the least is taken. Memory of
-    the second step is as new as that of the first (low rank, on fresh pages: 75 ms, where later steps take 20).
+    the second step is as new as that of the first (low rank, on fresh pages: 75 ms, where later steps take 20). Give
+    several trials the same :func:`caches_full`: half of a short one is making it.
 
     >>> steps = [{"w": torch.randn(64, 64)} for _ in range(2)]
     >>> trial = try_method("int8", steps, numel=4096, ranks=2)
@@ -101,7 +112,8 @@ def try_method(
     sums: dict[str, Tensor] = {}
     again = len(gradients) == 1 or known_processor_s is None
     timed = [*gradients, gradients[-1]] if again else gradients
-    seconds, actors, other = list[float](), _actors(how, gradients[0], played), torch.zeros(_CACHES)
+    seconds, actors = list[float](), _actors(how, gradients[0], played)
+    other = caches_full() if caches is None else caches
     for number, step in enumerate(timed):
         took = _play(actors, step, other) / played
         if number > 0:
