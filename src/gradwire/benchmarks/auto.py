@@ -72,7 +72,7 @@ class Cell:
     >>> cell.best, cell.first, round(cell.later, 3), cell.to_loss, round(cell.loss, 3)
     ('int4', 1.2, 1.035, 1.2, 0.02)
     >>> print(cell)
-    4 workers, 1gbit: ddp 10.0, int4 5.0 s; auto 1.20 of the best at first, then 1.04, 0.53 of plain DDP, loss +2.0%
+    4 workers, 1gbit: ddp 10.0, int4 5.0 s; auto 1.20 of the best at first, then 1.04, 0.53 of plain DDP, loss +2.0%, 0% stolen
     """
 
     workers: int
@@ -83,6 +83,7 @@ class Cell:
     losses: list[float] = field(default_factory=list)  # of auto after as many steps: the part above plain DDP's
     plans: list[str] = field(default_factory=list)  # in a few words
     events: list[list[str]] = field(default_factory=list)  # of each training: what auto did, and why
+    stolen: float = 0.0  # share of the processor time that went to other machines
 
     def seconds(self, name: str) -> float:
         """Of a fixed method: the median of all repeats."""
@@ -128,7 +129,7 @@ class Cell:
     def __str__(self) -> str:
         seconds = ", ".join(f"{name} {self.seconds(name):.1f}" for name in self.fixed)
         ratios = f"{self.first:.2f} of the best at first, then {self.later:.2f}, {self.against_ddp:.2f} of plain DDP"
-        return f"{self.workers} workers, {self.rate}: {seconds} s; auto {ratios}, loss {self.loss:+.1%}"
+        return f"{self.workers} workers, {self.rate}: {seconds} s; auto {ratios}, loss {self.loss:+.1%}, {self.stolen:.0%} stolen"
 
 
 @dataclass
@@ -162,8 +163,10 @@ def measure(
         for rate in settings.rates:
             with _empty_cache(), Lab.up(workers, rate, name=f"auto-{os.getpid()}") as lab:
                 cell = Cell(workers, rate)
+                stolen = machine.Stolen()
                 for seed, target in enumerate(targets):
                     _repeat(settings, cell, lab, seed, target, notify)
+                cell.stolen = stolen.share
                 report.cells.append(cell)
                 tell(cell)
     return report

@@ -11,7 +11,7 @@ import torch
 
 import gradwire
 
-__all__ = ["describe", "device_name"]
+__all__ = ["Stolen", "describe", "device_name"]
 
 
 def device_name(device: str = "cpu") -> str:
@@ -26,6 +26,31 @@ def device_name(device: str = "cpu") -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.machine())
+
+
+class Stolen:
+    """How much of the processor time that programs wanted a hypervisor has given to other machines, from now on.
+
+    Above some percent a benchmark tells little of what it measures. 0 where the kernel does not count it.
+
+    >>> 0 <= Stolen().share <= 1
+    True
+    """
+
+    def __init__(self) -> None:
+        self._before = self._ticks()
+
+    @property
+    def share(self) -> float:
+        """Since this was made."""
+        worked, stolen = (now - before for now, before in zip(self._ticks(), self._before, strict=True))
+        return stolen / (worked + stolen) if stolen else 0.0
+
+    def _ticks(self) -> tuple[int, int]:
+        counters = Path("/proc/stat")
+        line = counters.read_text().splitlines()[0] if counters.exists() else "cpu"
+        user, nice, system, _idle, _io, interrupts, softly, stolen, *_ = *map(int, line.split()[1:]), *[0] * 8
+        return user + nice + system + interrupts + softly, stolen
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:

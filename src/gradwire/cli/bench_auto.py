@@ -83,7 +83,7 @@ def auto(
         "/ ddp": "right",
         "to loss / best": "right",
     }
-    columns |= {"loss": "right", "plan": "left"}
+    columns |= {"loss": "right", "stolen": "right", "plan": "left"}
     rows = [
         [
             f"{cell.workers}, {cell.rate}",
@@ -94,6 +94,7 @@ def auto(
             f"{cell.against_ddp:.2f}",
             f"{cell.to_loss:.2f}" if cell.to_loss is not None else "not reached",
             f"{cell.loss:+.1%}",
+            f"{cell.stolen:.0%}",
             cell.plans[-1],
         ]
         for cell in report.cells
@@ -102,7 +103,7 @@ def auto(
         f"Seconds of {target_steps} steps. auto was trained over the link from its first step, {repeats} times: first "
         f"is the training that had to find its plan. The others took turns with it, {timed_steps} steps each. "
         "to loss: seconds of auto to the validation loss that plain DDP has after these steps, over the best. loss: of "
-        "auto after them, "
-        "over plain DDP's; the mean of three validations, and of all trainings."
+        "auto after them, over plain DDP's; the mean of three validations, and of all trainings. stolen: the share of "
+        "processor time that a hypervisor gave to other machines; above some percent the rest tells little."
     )
     show(table(settings.task, columns, rows, caption))
