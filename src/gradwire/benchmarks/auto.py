@@ -71,8 +71,8 @@ class Cell:
     >>> cell = Cell(4, "1gbit", fixed, [6.0, 5.1, 6.3], [6.0, 5.0, None], [0.03, 0.0, 0.03])
     >>> cell.best, cell.first, round(cell.later, 3), cell.to_loss, round(cell.loss, 3)
     ('int4', 1.2, 1.035, 1.2, 0.02)
-    >>> print(cell)
-    4 workers, 1gbit: ddp 10.0, int4 5.0 s; auto 1.20 of the best at first, then 1.04, 0.53 of plain DDP, loss +2.0%, 0% stolen
+    >>> print(str(cell).partition("; ")[2])
+    auto 1.20 of the best at first, then 1.04, 0.53 of plain DDP; loss +2.0%, 0% stolen
     """
 
     workers: int
@@ -129,7 +129,8 @@ class Cell:
     def __str__(self) -> str:
         seconds = ", ".join(f"{name} {self.seconds(name):.1f}" for name in self.fixed)
         ratios = f"{self.first:.2f} of the best at first, then {self.later:.2f}, {self.against_ddp:.2f} of plain DDP"
-        return f"{self.workers} workers, {self.rate}: {seconds} s; auto {ratios}, loss {self.loss:+.1%}, {self.stolen:.0%} stolen"
+        rest = f"loss {self.loss:+.1%}, {self.stolen:.0%} stolen"
+        return f"{self.workers} workers, {self.rate}: {seconds} s; auto {ratios}; {rest}"
 
 
 @dataclass
