@@ -577,21 +577,22 @@ class Autopilot:
 
     def _look_at_quality(self) -> None:
         """Try the methods in use again, on gradients of now; layers of which too much is lost step back."""
-        if self._situation is None or self._situation.buckets != tuple(self._layout()):
+        now, buckets, before = self._situation, self._layout(), self.plan
+        if now is not None and now.buckets != tuple(buckets):
             self._enter(_Phase.PROFILING)
             return
-        before = self.plan
         assert before is not None
         used = [what for what in self.settings.candidates if what in before.methods.values()]
         trials = self._try(used)
         self._since = self.reducer.step
         if trials is None:
             return
-        known = [{**old, **new} for old, new in zip(self._situation.trials, trials, strict=True)]
-        self._situation = replace(self._situation, trials=tuple(known))
+        if now is not None:  # else the plan came from a checkpoint or an earlier training, and may well do
+            known = [{**old, **new} for old, new in zip(now.trials, trials, strict=True)]
+            self._situation = replace(now, trials=tuple(known))
         losing = [
             name
-            for place, bucket in enumerate(self._situation.buckets)
+            for place, bucket in enumerate(buckets)
             for name in bucket.names
             if (what := before.methods[name]) in trials[place]
             and trials[place][what].errors.get(name, 0.0) > self.settings.quality

@@ -24,6 +24,7 @@ _TALKS: Final = 3
 _GLANCE_TALKS: Final = 2
 _FIRST_BYTES: Final = 1 << 18
 _MOST_BYTES: Final = 1 << 22
+_GLANCE_MOST_BYTES: Final = 1 << 20
 _LONG_S: Final = 0.01  # enough for a bandwidth
 _GLANCE_LONG_S: Final = 0.004  # for a rough one
 _SURE_S: Final = 0.5  # what takes so long is measured once
@@ -80,7 +81,9 @@ def glance_at_network(peers: Peers, tags: Tags, hosts: tuple[int, ...] = ()) -> 
     if peers.size == 1:
         return probe_network(peers, tags, Machine())
     exchange = _swapping(_between_hosts(peers, hosts), peers, tags)
-    link = _measure(peers, tags, Machine(), *exchange, talks=_GLANCE_TALKS, long_s=_GLANCE_LONG_S)
+    link = _measure(
+        peers, tags, Machine(), *exchange, talks=_GLANCE_TALKS, long_s=_GLANCE_LONG_S, most=_GLANCE_MOST_BYTES
+    )
     return Network(link, link, None)
 
 
@@ -159,11 +162,12 @@ def _measure(
     *,
     talks: int = _TALKS,
     long_s: float = _LONG_S,
+    most: int = _MOST_BYTES,
 ) -> Link:
     short = [_timed(peers, tags, exchange, 4) for _ in range(talks)]
     latency, overhead = (statistics.median(each) for each in zip(*short, strict=True))
-    while (took := _timed(peers, tags, exchange, nbytes)[0]) < long_s and nbytes < _MOST_BYTES:
-        nbytes = min(4 * nbytes, int(1.25 * long_s / took * nbytes), _MOST_BYTES)
+    while (took := _timed(peers, tags, exchange, nbytes)[0]) < long_s and nbytes < most:
+        nbytes = min(4 * nbytes, int(1.25 * long_s / took * nbytes), most)
     # Again: the first time is also that of fresh memory, and short ones vary.
     again = [_timed(peers, tags, exchange, nbytes) for _ in range(talks if took < _SURE_S else 1)]
     seconds, processor = (statistics.median(each) for each in zip(*again, strict=True))
