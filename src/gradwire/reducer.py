@@ -31,7 +31,7 @@ from gradwire.collectives import (
     agree,
     method,
 )
-from gradwire.collectives.base import STAGES, ring_bytes
+from gradwire.collectives.base import STAGES, ring_bytes, where
 from gradwire.collectives.choose import flat_collective, is_elementwise
 from gradwire.collectives.low_rank import LowRank
 from gradwire.collectives.processes import ProcessPeers
@@ -48,6 +48,7 @@ FEW: Final = 1 << 16
 """Small elements of all ranks up to which they are gathered sooner than summed in two rounds."""
 
 
+_NO_MEAN: Final = torch.empty(0)
 _PATIENCE_S: Final = 2.0
 """When a reducer is closed, for what is under way, it may be to a rank that is gone."""
 
@@ -112,7 +113,7 @@ class _Section:
 
     def name_in(self, error: BaseException) -> None:
         """Collectives know the number alone, which all ranks share; names are what a person can look up."""
-        error.args = (f"{error} Bucket {self.number} begins with parameter {self.names[0]!r}.",)
+        error.args = (f"{error} {_begins(self.number, self.names[0])}",)
 
     def states(self) -> dict[str, State]:
         states = zip(self.names, self.collective.by_tensor(self.state, self.sizes), strict=True)
@@ -184,7 +185,9 @@ class GradientReducer:
     :meth:`assign` lets parameters travel otherwise from the next step on. ``between`` is called before each step, with
     its number and how the last one went, if that is known; all ranks do so, and it may talk to the others. Those of
     ``on_step`` are called with how a step went, or with None if it was not taken: when the next one begins, or by
-    :meth:`settle`. Those of ``on_gradient`` are called with every gradient that is handed over, before it changes.
+    :meth:`settle`. Those of ``on_gradient`` are called with every gradient that is handed over, before it changes, and
+    those of ``onlookers`` with those that are handed over anyway. While :attr:`is_plain`, gradients may as well be
+    reduced by somebody else, who tells so by :meth:`begin_elsewhere` and :meth:`end_elsewhere`.
 
     >>> import torch, gradwire
     >>> from gradwire.collectives.loopback import Alone
@@ -239,6 +242,9 @@ class GradientReducer:
         self.between: Callable[[int, StepTimes | None], None] | None = None
         self.on_step: list[Callable[[int, StepTimes | None], None]] = []
         self.on_gradient: list[Callable[[str, Tensor], None]] = []
+        self.onlookers: list[Callable[[str, Tensor], None]] = []
+        self._untold: list[tuple[int, StepTimes | None]] = []  # steps that nobody was told of
+        self._prepared = False  # whether ``between`` was called for the next step
         self._scale = scale() if scale else 1.0
         self._step = 0
         self._open = False  # whether a bucket of the step is still to come
@@ -264,6 +270,7 @@ class GradientReducer:
         """Count the last step as taken now, not when the next one begins; nothing may be under way."""
         if not self._open and all(future.done() for future in self._now.results):
             self._take_step()
+            self._tell()
 
     def close(self) -> None:
         """End the threads, and the connections to other ranks if nothing is under way."""
@@ -310,9 +317,9 @@ class GradientReducer:
         def end() -> None:
             ends[number] = time.perf_counter()
 
-        if self.on_gradient:  # they see states as they were before this step
+        if listeners := [*self.on_gradient, *self.onlookers]:  # they see states as they were before this step
             gradients = gradients() if callable(gradients) else gradients
-            for listener in self.on_gradient:
+            for listener in listeners:
                 for name, gradient in zip(names, gradients, strict=True):
                     listener(name, gradient)
         sections = self._plan(tuple(names))
@@ -331,7 +338,7 @@ class GradientReducer:
     def _reduces_as_it_is(self, sections: Sequence[_Section]) -> bool:
         """Whether a bucket is one all-reduce, and nobody has to do with a gradient by itself."""
         dense = len(sections) == 1 and isinstance(sections[0].collective, Dense) and not sections[0].elsewhere
-        return dense and not self._carry and not self.on_gradient
+        return dense and not self._carry and not self.on_gradient and not self.onlookers
 
     def _start_sections(
         self, by_name: Mapping[str, Tensor], sections: Sequence[_Section], flat: Tensor | None, end: Callable[[], None]
@@ -442,12 +449,72 @@ class GradientReducer:
 
         return self._pipeline.follow(start)
 
+    # Or by somebody else, as they are.
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all gradients are to be all-reduced as they are, and nobody has to see them."""
+        owed = self._carry or self._states or self.on_gradient
+        return not owed and all(isinstance(how, AllReduce) for how in self._methods.values())
+
+    def begin_elsewhere(self) -> None:
+        """Somebody else has begun to reduce the gradients of a step."""
+        self._pipeline.check()
+        self._take_step()
+        self._tell()
+        self._open = True
+
+    def end_elsewhere(
+        self, buckets: Sequence[tuple[tuple[str, ...], float, float]], nonfinite: int | None = None
+    ) -> NonFiniteError | None:
+        """All of it has arrived: parameters, and when they were handed over and there again.
+
+        ``nonfinite`` is the bucket whose mean holds NaN or Inf, if any does: the step is not taken then, and the error
+        is to be raised.
+        """
+        now, last, error = self._now, 0.0, None
+        if nonfinite is not None:
+            first = buckets[nonfinite][0][0]
+            number = self._places[first]
+            where_it_is = where(Key(self.seed, self._step, number))
+            error = NonFiniteError(f"{where_it_is}: a rank's gradient holds NaN or Inf. {_begins(number, first)}")
+        for number, (names, ready, done) in enumerate(buckets):
+            numel = sum(self.parameters[name].numel() for name in names)
+            moved, future = ring_bytes(numel, self.peers.size), Future[Reduced]()
+            if error is None:
+                future.set_result(Reduced(_NO_MEAN, {}, moved, moved, moved))
+            else:
+                future.set_exception(error)
+            now.results.append(future)
+            now.traces.append(Trace(wire_s=done - max(last, ready)))
+            now.of_bucket.append(number)
+            now.buckets.append((names, ready))
+            now.ends[number] = last = done
+            now.numel += numel
+        self._open = False
+        return error
+
+    def prepare(self) -> None:
+        """Have ``between`` called for the next step now, rather than when it begins."""
+        self._take_step()
+        times, self._times, self._prepared = self._times, None, True
+        if self.between is not None:
+            self.between(self._step, times)
+
     def _begin_step(self) -> None:
         self._take_step()
         self._rescale()
-        times, self._times = self._times, None
-        if self.between is not None:
-            self.between(self._step, times)
+        self._tell()
+        if not self._prepared:
+            self.prepare()
+        self._prepared = False
+
+    def _tell(self) -> None:
+        """Tell of steps that were taken: not before the next one begins, for there may be more to say of them."""
+        untold, self._untold = self._untold, []
+        for step, times in untold:
+            for listener in self.on_step:
+                listener(step, times)
 
     def _take_step(self) -> None:
         """Commit the states of the step before, now that it has been taken; not if any of it failed."""
@@ -465,8 +532,7 @@ class GradientReducer:
         self._end_of_step = max(before.ends.values()) if times is not None else math.nan
         self._times = times if times is not None and not math.isnan(times.seconds) else None
         self._step += 1
-        for listener in self.on_step:
-            listener(self._step, times)
+        self._untold.append((self._step, times))
 
     def _times_of(self, before: _Step) -> StepTimes | None:
         """Of a step that was taken; None if nobody knows."""
@@ -755,6 +821,10 @@ class GradientReducer:
                 raise ConfigError(
                     f"`state` has a residual of {residual.numel()} elements for {name!r}; the parameter has {size}."
                 )
+
+
+def _begins(number: int, name: str) -> str:
+    return f"Bucket {number} begins with parameter {name!r}."
 
 
 def _is_state(value: object) -> bool:

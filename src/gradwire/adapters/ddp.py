@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.adapters.plain import PlainExchange
 from gradwire.adapters.watch import Watch
 from gradwire.collectives import Method, Peers, connect, find_hosts
 from gradwire.collectives.processes import ProcessPeers
@@ -23,6 +24,7 @@ from gradwire.telemetry.base import as_number
 __all__ = ["Compression", "compress"]
 
 _NO_PLAN: Final = {"plan": "", "settled": False}
+_KEEPER: Final = "_gradwire"  # of a model: it must know of what watches it as long as it is there
 
 
 class _Scaler(Protocol):
@@ -73,7 +75,7 @@ def compress(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
-    if getattr(model, "_comm_hooks", None):
+    if getattr(model, "_comm_hooks", None) or hasattr(model, _KEEPER):
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
         if not isinstance(flag, bool):
@@ -95,10 +97,10 @@ def compress(
         hosts=hosts if hierarchical else (),
         label="auto" if auto is not None else None,
     )
-    compression = Compression(reducer, Autopilot(reducer, auto, reducer.hosts) if auto is not None else None)
+    compression = Compression(model, reducer, Autopilot(reducer, auto, reducer.hosts) if auto is not None else None)
     if watched is not None:
         compression.watch(watched)
-    model.register_comm_hook(compression, _hook)
+    setattr(model, _KEEPER, compression)
     return compression
 
 
@@ -109,14 +111,29 @@ class Compression:
     ['load_state_dict', 'state_dict', 'wire_bytes']
     """
 
-    def __init__(self, reducer: GradientReducer, autopilot: Autopilot | None = None) -> None:
-        self._reducer, self._autopilot = reducer, autopilot
+    def __init__(
+        self, model: DistributedDataParallel, reducer: GradientReducer, autopilot: Autopilot | None = None
+    ) -> None:
+        self._model, self._reducer, self._autopilot = model, reducer, autopilot
         self._names = {id(parameter): name for name, parameter in reducer.parameters.items()}
         self._errors: dict[int, BaseException] = {}  # of this step, by bucket
         self._raises = False  # in the backward that is under way
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
         """Where records go, for more of them: ``compression.telemetry.record("validation", step=100, loss=0.3)``."""
+        self._plain: PlainExchange | None = None
+        if PlainExchange.can_watch(model, reducer):
+            reducer.prepare()  # which may find that nothing is to be compressed
+            self._plain = PlainExchange(model, reducer, self._attach) if reducer.is_plain else None
+        if self._plain is None:
+            model.register_comm_hook(self, _hook)
+
+    def _attach(self) -> None:
+        """Take over from DDP's own all-reduce, if gradients are to travel otherwise. DDP keeps a hook for good."""
+        if self._plain is not None and not self._reducer.is_plain:
+            self._plain.leave()
+            self._plain = None
+            self._model.register_comm_hook(self, _hook)
 
     def watch(self, telemetry: Telemetry) -> None:
         """Tell a telemetry what happens from now on; :meth:`close` closes it too."""
@@ -164,6 +181,7 @@ class Compression:
         if self._autopilot is None:
             raise ConfigError(f"hold() needs codec 'auto'; this one is {self.method!r}.")
         self._autopilot.hold(what)
+        self._attach()
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and factors of this rank, by parameter; tensors and numbers only."""
@@ -182,6 +200,7 @@ class Compression:
             own = next((each for each in saved if each["rank"] == self.peers.rank), {})
             same = bool(own) and self.fits(own)
             self._autopilot.load_state_dict(own.get("autopilot", {}) if same else _NO_PLAN)
+        self._attach()
 
     # As gradwire.save_checkpoint takes it.
 

@@ -86,7 +86,7 @@ class Watch:
         # One rank alone loses nothing, and what one of many finds is about what all would.
         self._looks = bool(telemetry.quality_every and self._turn and reducer.peers.size > 1 and not reducer.peers.rank)
         if self._looks:
-            reducer.on_gradient.append(self._gradient)
+            reducer.onlookers.append(self._gradient)
 
     def settle(self) -> None:
         """Tell of the last step, which nothing follows."""

@@ -87,7 +87,7 @@ class _Clock:
     def __init__(self, reducer: GradientReducer) -> None:
         self.seconds = 0.0
         reducer.on_step[:] = [self._timed(each) for each in reducer.on_step]
-        reducer.on_gradient[:] = [self._timed(each) for each in reducer.on_gradient]
+        reducer.onlookers[:] = [self._timed(each) for each in reducer.onlookers]
 
     def _timed(self, listener: Callable[..., None]) -> Callable[..., None]:
         def listen(*arguments: object) -> None:

@@ -128,18 +128,18 @@ class ProcessPeers(ABC):
             work = dist.all_reduce(x, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._failed(error, tag) from error
+        return lambda: self.await_all_reduce(work, x, tag)
 
-        def wait() -> None:
-            try:
-                if work is not None:
-                    with waiting():
-                        work.wait(timedelta(seconds=self.timeout_s))
-                if x.device.type == "cuda":
-                    torch.cuda.current_stream(x.device).synchronize()
-            except RuntimeError as error:
-                raise self._failed(error, tag) from error
-
-        return wait
+    def await_all_reduce(self, work: dist.Work | None, x: Tensor, tag: int) -> None:
+        """Wait for one that was started in the group."""
+        try:
+            if work is not None:
+                with waiting():
+                    work.wait(timedelta(seconds=self.timeout_s))
+            if x.device.type == "cuda":
+                torch.cuda.current_stream(x.device).synchronize()
+        except RuntimeError as error:
+            raise self._failed(error, tag) from error
 
     def all_reduce_then(self, x: Tensor, tag: int, done: Callable[[PeerError | None], None]) -> None:
         """The same of a tensor on the CPU, with nobody waiting: ``done`` is called by the backend's thread.

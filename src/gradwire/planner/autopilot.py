@@ -36,6 +36,7 @@ _log: Final = logging.getLogger(__name__)
 
 _PROFILE_STEPS: Final = 6  # before the first plan; DDP makes its buckets anew after the first
 _LOOK_STEPS: Final = 2  # before a first look at the link
+_CHEAP_S: Final = 0.05  # what a dense step may send for, as the link looks before the first: more begins in int8
 _FAST: Final = 0.15  # of a step: what sending everything dense may take on a link that is fast enough to begin so
 _TRIED_STEPS: Final = 2  # whose gradients the methods are tried on
 _CLOSE: Final = 1.25  # a plan's rivals: those that are expected to take at most so much longer
@@ -207,9 +208,10 @@ class Autopilot:
         age = step - self._since
         if self._phase is _Phase.PROFILING:
             if self.plan is None and age == 0:
-                self._recall()
-            elif self.plan is None and age == _LOOK_STEPS and self.settings.patience_s > 0:
-                self._look_at_link()
+                if not self._recall() and self.settings.patience_s > 0:
+                    self._go_dense_if(self._dense_s() < _CHEAP_S)
+            elif self.plan is None and age == _LOOK_STEPS and self.settings.patience_s > 0 and not self._all_dense():
+                self._go_dense_if(self._dense_s() < _FAST * self._paced().seconds)
             elif self._sample:
                 if step - self._sampled >= _TRIED_STEPS and self._steady():
                     self._plan_anew(self._reason)
@@ -245,30 +247,36 @@ class Autopilot:
         if self.reducer.peers.rank == 0:
             _log.info("%s", event)
 
-    def _recall(self) -> None:
+    def _recall(self) -> bool:
         """Take up the plans of the last training, if the link is what it was; their steps are timed again."""
         peers, tags = self.reducer.peers, self.reducer.next_tags
         text = share(peers, json.dumps(self._cache.plans), tags(), "the last plans")[0]
         try:
             plans = [Plan.from_json(each) for each in json.loads(text)]
         except ConfigError:
-            return
+            return False
         known = all(set(plan.methods) == set(self.reducer.parameters) and plan.measured_s for plan in plans)
-        if plans and known and self.settings == Auto() and not self._link_has_changed(plans[0]):
-            took = 1000 * (plans[0].measured_s or 0)
-            self._say(f"{plans[0].name} as in the last training: expected at {took:.0f} ms a step")
-            best = _to_beat(plans[0])
-            self._rivals = [plan for plan in plans if _to_beat(plan) <= _CLOSE_BEFORE * best]
-            self._resting = [plan for plan in plans if plan not in self._rivals]
-            self._measured, self._recalled = [], True
-            self._fly(replace(plans[0], measured_s=None, reason="the last training"))
-            self._enter(_Phase.CONTEST)
+        if not plans or not known or self.settings != Auto() or self._link_has_changed(plans[0]):
+            return False
+        took = 1000 * (plans[0].measured_s or 0)
+        self._say(f"{plans[0].name} as in the last training: expected at {took:.0f} ms a step")
+        best = _to_beat(plans[0])
+        self._rivals = [plan for plan in plans if _to_beat(plan) <= _CLOSE_BEFORE * best]
+        self._resting = [plan for plan in plans if plan not in self._rivals]
+        self._measured, self._recalled = [], True
+        self._fly(replace(plans[0], measured_s=None, reason="the last training"))
+        self._enter(_Phase.CONTEST)
+        return True
 
-    def _look_at_link(self) -> None:
-        """Go on in float32, if the link makes that no matter."""
+    def _dense_s(self) -> float:
+        """What the link takes to send all gradients in float32, after a short look at it."""
         per_byte = seconds_per_byte(self.reducer.peers, self.reducer.next_tags, None, self.hosts)
         numel = sum(parameter.numel() for parameter in self.reducer.parameters.values())
-        if ring_bytes(numel, self.reducer.peers.size) * per_byte < _FAST * self._paced().seconds:
+        return ring_bytes(numel, self.reducer.peers.size) * per_byte
+
+    def _go_dense_if(self, cheap: bool) -> None:
+        """Begin, or go on, in float32, where the link makes that no matter."""
+        if cheap:
             self.reducer.assign(dict.fromkeys(self.reducer.parameters, DENSE))
             self._times.clear()
 

@@ -1,0 +1,161 @@
+"""DDP's own all-reduce, watched but not touched: how gradients travel while nothing else pays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.collectives.processes import ProcessPeers
+from gradwire.errors import NonFiniteError
+from gradwire.kernels import ops
+from gradwire.reducer import GradientReducer
+
+__all__ = ["PlainExchange"]
+
+_REPLACE: Final = "_update_process_group"  # of DDP's reducer
+
+
+@dataclass(frozen=True)
+class _AllReduce:
+    flat: Tensor
+    work: dist.Work
+    tag: int
+    ready: float
+
+
+class PlainExchange(dist.ProcessGroup):
+    """Stands in for the process group of a DDP model's reducer: passes everything on, and notes when.
+
+    A hook takes two or three percent of a short step over a fast link: DDP divides gradients while it copies them to a
+    bucket, a hook must do so in a pass of its own, and Python is called when a bucket is there. This one is called when
+    a bucket is handed over, and waits for them at the end of backward, right before DDP would. So a rank that is gone
+    is named, NaN and Inf are found, and steps are timed, all as with a hook.
+
+    ``after`` is called when DDP is done with a step and the reducer was told.
+    """
+
+    def __init__(self, model: DistributedDataParallel, reducer: GradientReducer, after: Callable[[], None]) -> None:
+        group: Any = model.process_group
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self._group, self._model, self._reducer, self._after = group, model, reducer, after
+        self._numel = sum(parameter.numel() for parameter in reducer.parameters.values())
+        self._started: list[_AllReduce] = []
+        self._layouts: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
+        self._error: BaseException | None = None  # that ended it
+        self._nonfinite: NonFiniteError | None = None  # of this step
+        getattr(model.reducer, _REPLACE)(self)
+
+    @staticmethod
+    def can_watch(model: DistributedDataParallel, reducer: GradientReducer) -> bool:
+        """Whether a model's all-reduces can be watched: not where devices work while Python goes on."""
+        python_reducer = getattr(model, "_use_python_reducer", False)
+        late = getattr(model, "_delay_all_reduce_params", ())
+        here = all(parameter.device.type == "cpu" for parameter in reducer.parameters.values())
+        known = hasattr(model.reducer, _REPLACE) and isinstance(reducer.peers, ProcessPeers)
+        return here and known and not late and not python_reducer
+
+    def leave(self) -> None:
+        """Give the model its own group back."""
+        getattr(self._model.reducer, _REPLACE)(self._group)
+
+    # As DDP's reducer calls it.
+
+    def getBackendName(self) -> str:  # noqa: D102, N802
+        return "gradwire"
+
+    def broadcast(self, *arguments: Any) -> Any:  # noqa: D102
+        return self._group.broadcast(*arguments)
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:  # type: ignore[override]  # noqa: D102
+        if len(tensors) != 1 or not tensors[0].is_floating_point():
+            return self._group.allreduce(tensors, *options)  # which parameters were used at all
+        if self._error is not None:
+            raise self._error
+        if not self._started:
+            self._reducer.begin_elsewhere()
+        tag, ready = self._reducer.next_tags(), time.perf_counter()
+        work = self._group.allreduce(tensors, *options)
+        self._started.append(_AllReduce(tensors[0], work, tag, ready))
+        if sum(each.flat.numel() for each in self._started) >= self._numel:
+            self._when_backward_ends()
+        return work
+
+    def _when_backward_ends(self) -> None:
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def last() -> None:
+            self._wait()
+            queue(self._end)  # DDP's own callback is queued by then
+
+        try:
+            queue(last)
+        except RuntimeError:  # this is no backward, as in ``Join``
+            self._wait()
+            self._end()
+
+    def _wait(self) -> None:
+        peers = self._reducer.peers
+        assert isinstance(peers, ProcessPeers)
+        buckets = list[tuple[float, float]]()
+        try:
+            for each in self._started:
+                peers.await_all_reduce(each.work, each.flat, each.tag)
+                buckets.append((each.ready, time.perf_counter()))
+        except BaseException as error:
+            self._error = error
+            raise
+        flats = [each.flat for each in self._started]
+        self._started = []
+        names, nonfinite = self._layout(tuple(flat.numel() for flat in flats)), None
+        if self._reducer.nonfinite == "raise":
+            nonfinite = next((place for place, flat in enumerate(flats) if not _is_finite(flat)), None)
+        if len(names) < len(buckets):  # nobody knows which is which
+            buckets, nonfinite = buckets[-1:], nonfinite and 0
+        told = [(each, *times) for each, times in zip(names, buckets, strict=True)]
+        self._nonfinite = self._reducer.end_elsewhere(told, nonfinite)
+
+    def _end(self) -> None:
+        error, self._nonfinite = self._nonfinite, None
+        self._reducer.prepare()
+        self._after()
+        if error is not None:
+            raise error
+
+    def _layout(self, numels: tuple[int, ...]) -> list[tuple[str, ...]]:
+        """The parameters of each bucket, as far as they can be told from its size; or all of them as one."""
+        if numels not in self._layouts:
+            sizes = {name: each.numel() for name, each in self._reducer.parameters.items()}
+            found = list(_matched(list(reversed(sizes.items())), numels))
+            self._layouts[numels] = found if len(found) == len(numels) else [tuple(reversed(sizes))]
+        return self._layouts[numels]
+
+
+def _matched(sizes: Sequence[tuple[str, int]], numels: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """Names one after another, whose sizes sum up to the numbers.
+
+    >>> list(_matched([("c", 2), ("b", 3), ("a", 4)], [5, 4]))
+    [('c', 'b'), ('a',)]
+    >>> list(_matched([("c", 2), ("b", 3), ("a", 4)], [4, 5]))
+    []
+    """
+    rest = list(sizes)
+    for numel in numels:
+        names = list[str]()
+        while rest and numel > 0:
+            name, size = rest.pop(0)
+            names.append(name)
+            numel -= size
+        if numel:
+            return
+        yield tuple(names)
+
+
+def _is_finite(flat: Tensor) -> bool:
+    return not int(ops.count_nonfinite(flat if flat.dtype == torch.float32 else flat.float()))
