@@ -58,6 +58,7 @@ OPTIONS = {
 }
 NONFINITE = ("dense", "int4", "ef(topk:0.05)", "ef21(int4)", "powersgd:2,start=1", "acp:2,start=1")
 PROPAGATED = ("ef(topk:0.05)", "dense")
+UNUSED = ("none", "dense", "int4", "ef(topk:0.05)", "powersgd:2,start=1")
 STAYING = {"find_unused_parameters": True}  # buckets are never rebuilt then
 
 
@@ -80,15 +81,21 @@ def answers(folder):
         "refusals": ("refusals", {}),
         "closed": ("closed", {}),
         **{f"plain_{name}": ("same_as_plain", given) for name, given in {"default": {}, **OPTIONS}.items()},
+        **{
+            f"dense_{name}": ("same_as_plain", {"name": "dense", **given})
+            for name, given in {"default": {}, **OPTIONS}.items()
+        },
+        "taken_over": ("taken_over", {}),
         **{name: ("options", given) for name, given in OPTIONS.items()},
-        **{f"unused_{c}": ("unused", {"name": c}) for c in ("none", "int4", "ef(topk:0.05)", "powersgd:2,start=1")},
-        **{f"uneven_{c}": ("uneven", {"name": c}) for c in ("int4", "ef(topk:0.05)", "powersgd:2,start=2")},
+        **{f"unused_{c}": ("unused", {"name": c}) for c in UNUSED},
+        **{f"uneven_{c}": ("uneven", {"name": c}) for c in ("dense", "int4", "ef(topk:0.05)", "powersgd:2,start=2")},
         **{f"nonfinite_{c}": ("nonfinite", {"name": c}) for c in NONFINITE},
         "nonfinite_recomputing": ("nonfinite", {"name": "int4", "recomputing": True, "bucket_cap_mb": 0.001}),
+        "nonfinite_dense_recomputing": ("nonfinite", {"name": "dense", "recomputing": True, "bucket_cap_mb": 0.001}),
         "nonfinite_one_bucket": ("nonfinite", {"name": "ef(topk:0.05)", "bucket_cap_mb": 25}),
         **{f"resumed_{c}": ("checkpoint", {"name": c, "folder": str(folder), **STAYING}) for c in RESUMED},
         "resumed_rebuilt": ("checkpoint", {"name": "ef(topk:0.05)", "folder": str(folder)}),
-        "accumulation": ("accumulation", {}),
+        **{f"accumulation_{c}": ("accumulation", {"name": c}) for c in ("none", "dense")},
         "rebuild": ("rebuild", {}),
         "scaler": ("scaler", {}),
         "autocast": ("autocast", {}),
@@ -137,19 +144,40 @@ def test_uncompressed_gradients_are_those_of_plain_ddp(answers, options):
             assert math.isclose(plain, ours, rel_tol=1e-5)
 
 
+@pytest.mark.parametrize("options", ["default", *OPTIONS])
+def test_dense_gradients_are_plain_ddps_own(answers, options):
+    for rank in same_on_every_rank(answers[f"dense_{options}"]):
+        assert rank["worst"] == 0
+        assert rank["hooks"] == 0
+        assert all(plain == ours for plain, ours in rank["norms"])
+
+
+def test_ddps_own_all_reduce_is_watched_until_gradients_travel_otherwise(answers):
+    for rank in same_on_every_rank(answers["taken_over"]):
+        assert rank["same"]
+        assert rank["hooks"] == [0, 1, 0]
+        steps, buckets = rank["watched"]
+        assert steps == 20
+        assert sum(buckets) == 10
+        assert len(buckets) > 1
+        assert rank["after"] == [40, True]
+        assert rank["resumed"] == 22
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_training_with_the_options_of_ddp(answers, options):
     for rank in same_on_every_rank(answers[options]):
         assert rank["sent"] > 0
 
 
-def test_gradients_accumulated_without_synchronization_are_those_of_plain_ddp(answers):
-    for rank in without_error(answers["accumulation"]):
+@pytest.mark.parametrize("codec", ["none", "dense"])
+def test_gradients_accumulated_without_synchronization_are_those_of_plain_ddp(answers, codec):
+    for rank in without_error(answers[f"accumulation_{codec}"]):
         assert rank["worst"] < 1e-6
         assert rank["step"] == 3
 
 
-@pytest.mark.parametrize("codec", ["none", "int4", "ef(topk:0.05)", "powersgd:2,start=1"])
+@pytest.mark.parametrize("codec", UNUSED)
 def test_a_branch_that_is_used_on_some_steps(answers, codec):
     for rank in same_on_every_rank(answers[f"unused_{codec}"]):
         assert rank["worst"] < 1e-6
@@ -199,7 +227,7 @@ def test_half_precision(answers, case):
         assert rank["last"] < rank["first"]
 
 
-@pytest.mark.parametrize("codec", ["int4", "ef(topk:0.05)", "powersgd:2,start=2"])
+@pytest.mark.parametrize("codec", ["dense", "int4", "ef(topk:0.05)", "powersgd:2,start=2"])
 def test_ranks_may_have_uneven_inputs(answers, codec):
     ranks = same_on_every_rank(answers[f"uneven_{codec}"])
     assert [rank["steps"] for rank in ranks] == [3, 5, 7]
@@ -225,12 +253,12 @@ def test_a_run_resumed_in_other_buckets_stays_near(answers):
         assert rank["distance"] < rank["moved"] / 4
 
 
-@pytest.mark.parametrize("case", [*NONFINITE, "one_bucket", "recomputing"])
+@pytest.mark.parametrize("case", [*NONFINITE, "one_bucket", "recomputing", "dense_recomputing"])
 def test_training_goes_on_after_a_nan(answers, case):
     for rank in same_on_every_rank(answers[f"nonfinite_{case}"], "parameters", "errors"):
         ((step, error),) = rank["errors"]
         assert step == 2
-        found = "a rank's gradient holds NaN or Inf" if case == "dense" else r"NaN or Inf on ranks \[1\]"
+        found = "a rank's gradient holds NaN or Inf" if case.startswith("dense") else r"NaN or Inf on ranks \[1\]"
         place = rf"bucket (\d+) of step 2: {found}\. Bucket \1 begins with parameter '[\w.]+'\."
         assert re.fullmatch(place, error)
         assert rank["finite"]

@@ -1,5 +1,6 @@
 """A rank that trains DDP models, case after case; what it saw of each goes to a file of its own."""
 
+import gc
 import math
 import zlib
 from pathlib import Path
@@ -159,9 +160,9 @@ def codec(rank, name, steps=200):
     }
 
 
-def same_as_plain(rank, **options):
-    """Gradients of 'none' beside plain DDP's, over steps of the same parameters."""
-    plain, (ours, _) = ddp(**options), compressed("none", **options)
+def same_as_plain(rank, name="none", **options):
+    """Gradients of a method that loses nothing beside plain DDP's, over steps of the same parameters."""
+    plain, (ours, _) = ddp(**options), compressed(name, **options)
     optimizers = [sgd(plain), sgd(ours)]
     worst, norms = 0.0, []
     for step in range(4):
@@ -173,12 +174,12 @@ def same_as_plain(rank, **options):
         worst = max(worst, distance(gradients(plain), gradients(ours)))
         for optimizer in optimizers:
             optimizer.step()
-    return {"worst": worst, "norms": norms, "parameters": parameters(ours)}
+    return {"worst": worst, "norms": norms, "parameters": parameters(ours), "hooks": len(ours._comm_hooks)}
 
 
-def accumulation(rank):
+def accumulation(rank, name):
     """Gradients over two backwards without synchronization and one with it."""
-    plain, (ours, compression) = ddp(), compressed("none")
+    plain, (ours, compression) = ddp(), compressed(name)
     worst = 0.0
     for step in range(3):
         for model in (plain, ours):
@@ -203,7 +204,7 @@ def unused(rank, name):
             loss_of(model, step, rank, used).backward()
         have = [[p.grad is not None for p in model.parameters()] for model in (plain, ours)]
         missing.append(have[0] == have[1])
-        if name == "none":
+        if name in ("none", "dense"):
             pairs = zip(plain.parameters(), ours.parameters(), strict=True)
             worst = max(worst, *(float((p.grad - q.grad).abs().max()) for p, q in pairs if p.grad is not None))
         for optimizer in optimizers:
@@ -511,6 +512,33 @@ def planned(rank, steps=30, settings=None):
     return result
 
 
+def taken_over(rank, steps=20):
+    """DDP's own all-reduce, nobody holding on to what watches it, until gradients travel otherwise."""
+    model = ddp(bucket_cap_mb=0.06)
+    settings = gradwire.Auto(quality=0.0, patience_s=1000.0)
+    gradwire.compress(model, settings, timeout_s=TIMEOUT_S)
+    gc.collect()
+    plain, optimizers = ddp(bucket_cap_mb=0.06), []
+    for each in (model, plain):
+        optimizers.append(sgd(each))
+        train(each, optimizers[-1], range(steps), rank)
+    same, hooks = parameters(model) == parameters(plain), [len(model._comm_hooks)]
+    compression = model._gradwire
+    watched = compression.rounds, [len(bucket.names) for bucket in compression._autopilot._times[-1].buckets]
+    sent = compression.traffic.sent_bytes
+    state = compression.state_dict()
+    compression.hold("int4")
+    hooks.append(len(model._comm_hooks))
+    train(model, optimizers[0], range(steps, 2 * steps), rank)
+    after = compression.rounds, compression.traffic.sent_bytes < sent
+    again, resumed = compressed(settings, bucket_cap_mb=0.06)
+    resumed.load_state_dict(state)
+    hooks.append(len(again._comm_hooks))
+    train(again, sgd(again), range(2), rank)
+    told = {"same": same, "hooks": hooks, "watched": watched, "after": after, "resumed": resumed.rounds}
+    return told | {"parameters": parameters(model)}
+
+
 def two_groups(rank, ranks):
     """Four ranks in two groups, each with a model and a codec of its own; and one model of all four beside."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -550,7 +578,7 @@ CASES = {
     "options": options, "autocast": autocast, "half": half, "compiled": compiled, "nonfinite": nonfinite,
     "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "refusals": refusals,
     "closed": closed, "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
-    "planned": planned,
+    "planned": planned, "taken_over": taken_over,
 }  # fmt: skip
 OF_RANKS = {
     "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,

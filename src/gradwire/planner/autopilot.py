@@ -44,6 +44,7 @@ _DOUBT: Final = 1.07  # how much faster than dense a few steps must be: they var
 _GAIN: Final = 1 - 1 / _DOUBT  # of a dense step: no plan saves more than a step waits, and less than this saves nothing
 _CLOSE_BEFORE: Final = 1.15  # the same, for those that were timed in an earlier training
 _CONTEST_STEPS: Final = 4  # of each; the first is to warm up
+_RUN_OFF: Final = 1.12  # the best two plans are timed once more if the second takes at most so much longer
 _SAVED: Final = 0.5  # of what dense steps wait: what other plans may save of it, in the mean
 _UNSAVED: Final = 0.03  # of a step: what they take of the processor instead
 _PROCESSOR_PATIENCE: Final = (
@@ -166,7 +167,8 @@ class Autopilot:
         self._times: deque[StepTimes] = deque(maxlen=max(_WINDOW, _PROFILE_STEPS))
         self._situation: Situation | None = None
         self._rivals: list[Plan] = []
-        self._measured: list[_Pace] = []
+        self._measured: list[_Pace] = []  # of each of them, one after another
+        self._ran_off = False  # whether the last two of them are there for the second time
         self._pace: _Pace | None = None  # of the plan that flies
         self._drifted = False  # whether the last review found another pace
         self._recalled = False  # whether the rivals are those of an earlier training
@@ -456,7 +458,7 @@ class Autopilot:
         allowed = [each for each in tried if self._forbidden.get(each, -1) < self.reducer.step]
         best = choose(self._situation, allowed, reason)
         score = best.predicted_s * (1 + best.extra_steps)
-        self._rivals, self._measured, self._resting = [best], [], []
+        self._rivals, self._measured, self._resting, self._ran_off = [best], [], [], False
         every = range(len(self._situation.buckets))
         for what in allowed:
             rival = [self._situation.allowed(place, what) for place in every]
@@ -489,6 +491,9 @@ class Autopilot:
         self._forget_all_but(_CONTEST_STEPS - 1)
         self._measured.append(pace := self._paced())
         done, over = len(self._measured), pace.gains_nothing and self._all_dense()
+        if done == len(self._rivals) and not over and not self._ran_off and not self._recalled:
+            self._rivals += self._run_off()
+            self._ran_off = True
         if done < len(self._rivals) and not over:
             self._fly(replace(self._rivals[done], measured_s=None))
             self._enter(_Phase.CONTEST)
@@ -500,10 +505,7 @@ class Autopilot:
             self._enter(_Phase.PROFILING)
             return
         timed = [] if self._incumbent is None else [self._incumbent]
-        for plan, went in zip(self._rivals, self._measured, strict=False):
-            # A few steps tell little: those of earlier trainings count as much.
-            earlier = plan.measured_s if recalled and plan.measured_s else went.seconds
-            timed.append((replace(plan, measured_s=(earlier + went.seconds) / 2), went))
+        timed += self._timed(recalled)
         timed.sort(key=lambda each: _to_beat(each[0]))
         (best, self._pace), self._incumbent = timed[0], None
         if len(timed) > 1:
@@ -515,6 +517,30 @@ class Autopilot:
         self._cache.keep_plans(list(reversed(different.values())))
         self._tried = self.reducer.step
         self._enter(_Phase.CRUISING)
+
+    def _timed(self, recalled: bool = False) -> list[tuple[Plan, _Pace]]:
+        """Each rival with the mean of what it took, and how it went the last time.
+
+        A few steps tell little: those of an earlier training count as much.
+        """
+        paces = dict[int, list[_Pace]]()
+        for plan, pace in zip(self._rivals, self._measured, strict=False):
+            paces.setdefault(id(plan), []).append(pace)
+        timed = []
+        for plan in self._rivals[: len(self._measured)]:
+            went = paces.pop(id(plan), [])
+            if went:
+                seconds = [each.seconds for each in went]
+                seconds += [plan.measured_s] if recalled and plan.measured_s else []
+                timed.append((replace(plan, measured_s=statistics.mean(seconds)), went[-1]))
+        return timed
+
+    def _run_off(self) -> list[Plan]:
+        """The two best rivals, if they are close; first the one that flies, if it is one of them."""
+        timed = sorted(zip(self._rivals, self._timed(), strict=True), key=lambda each: _to_beat(each[1][0]))[:2]
+        if len(timed) < 2 or _to_beat(timed[1][1][0]) > _RUN_OFF * _to_beat(timed[0][1][0]):
+            return []
+        return sorted((plan for plan, _ in timed), key=lambda plan: plan is not self._rivals[-1])
 
     # Reviews.
 
