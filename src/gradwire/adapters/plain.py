@@ -103,19 +103,19 @@ class PlainExchange(dist.ProcessGroup):
     def _wait(self) -> None:
         peers = self._reducer.peers
         assert isinstance(peers, ProcessPeers)
-        buckets = list[tuple[float, float]]()
+        buckets, nonfinite = list[tuple[float, float]](), None
         try:
-            for each in self._started:
+            for place, each in enumerate(self._started):
                 peers.await_all_reduce(each.work, each.flat, each.tag)
                 buckets.append((each.ready, time.perf_counter()))
+                # While others are still on their way.
+                if self._reducer.nonfinite == "raise" and nonfinite is None and not _is_finite(each.flat):
+                    nonfinite = place
         except BaseException as error:
             self._error = error
             raise
-        flats = [each.flat for each in self._started]
+        names = self._layout(tuple(each.flat.numel() for each in self._started))
         self._started = []
-        names, nonfinite = self._layout(tuple(flat.numel() for flat in flats)), None
-        if self._reducer.nonfinite == "raise":
-            nonfinite = next((place for place, flat in enumerate(flats) if not _is_finite(flat)), None)
         if len(names) < len(buckets):  # nobody knows which is which
             buckets, nonfinite = buckets[-1:], nonfinite and 0
         told = [(each, *times) for each, times in zip(names, buckets, strict=True)]

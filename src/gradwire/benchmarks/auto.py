@@ -29,6 +29,7 @@ from gradwire.tasks import TASKS
 __all__ = ["AutoReport", "Cell", "Settings", "draw", "measure"]
 
 DDP: Final = "ddp"
+_VALIDATED: Final = 0.75  # of plain DDP's steps: nobody is near its loss before
 _MORE: Final = 1.2  # times plain DDP's steps, in which ``auto`` is to reach its loss
 _CACHE: Final = "XDG_CACHE_HOME"
 
@@ -180,7 +181,9 @@ def _target(settings: Settings, workers: int, seed: int, notify: Notify) -> floa
 
 
 def _options(settings: Settings, seed: int) -> dict[str, Any]:
-    return {"seed": seed, "learning_rate": settings.learning_rate, "validate_every": BLOCK}
+    first = int(_VALIDATED * settings.target_steps) - 2 * BLOCK  # three validations are one loss
+    every = {"validate_every": BLOCK, "validate_from": max(0, first)}
+    return {"seed": seed, "learning_rate": settings.learning_rate, **every}
 
 
 def _repeat(settings: Settings, cell: Cell, lab: Lab, seed: int, target: float, notify: Notify) -> None:

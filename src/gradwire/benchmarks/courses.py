@@ -69,6 +69,7 @@ def run_course(
     seed: int = 0,
     learning_rate: float | None = None,
     validate_every: int = VALIDATE_EVERY,
+    validate_from: int = 0,
 ) -> Course:
     """Train over the links of a lab, or over loopback. Validations do not count as time."""
     courses = run_courses(
@@ -81,6 +82,7 @@ def run_course(
         learning_rate=learning_rate,
         validated=(method,),
         validate_every=validate_every,
+        validate_from=validate_from,
     )
     return courses[method]
 
@@ -96,13 +98,14 @@ def run_courses(
     learning_rate: float | None = None,
     validated: Collection[str] = (),
     validate_every: int = VALIDATE_EVERY,
+    validate_from: int = 0,
 ) -> dict[str, Course]:
     """Train by several methods, so many steps each, that take turns in the same processes.
 
     What follows a validation is slower, so it should be at the end of turns: every ``BLOCK`` steps, or every second.
     """
     asked: dict[str, Any] = {"task": task, "steps": dict(steps), "seed": seed, "batch_size": BATCH_SIZES[task]}
-    asked["learning_rate"] = learning_rate
+    asked |= {"learning_rate": learning_rate, "validate_from": validate_from}
     asked["interface"] = lab.hosts[0].interface if lab else ""
     asked["validate_every"] = {name: min(validate_every, steps[name]) for name in validated}
     courses = {name: Course() for name in steps}

@@ -37,6 +37,7 @@ class Settings:
     batch_size: int
     seed: int = 0
     validate_every: dict[str, int] = field(default_factory=dict)  # steps at least; others never
+    validate_from: int = 0  # step
     interface: str = ""  # whose bytes are counted
     learning_rate: float | None = None  # None: the task's own
 
@@ -54,7 +55,9 @@ def _run(settings: Settings, rank: int, ranks: int) -> None:
         task = replace(task, learning_rate=settings.learning_rate)
     task.load()
     with ExitStack() as stack:
-        rigs = {name: stack.enter_context(make_rig(task, name, start=None)) for name in settings.steps}
+        # What is made first has the best memory, and steps that are 3% shorter: in the next training it is the last.
+        names = list(settings.steps)[:: -1 if settings.seed % 2 else 1]
+        rigs = {name: stack.enter_context(make_rig(task, name, start=None)) for name in names}
         trainings = [_Training(settings, task, name, rig, rank, ranks) for name, rig in rigs.items()]
         for turn in range(turns := max(training.turns for training in trainings)):
             first = turn % len(trainings)  # nobody always comes after the same one
@@ -68,7 +71,7 @@ class _Training:
     def __init__(self, settings: Settings, task: Task, name: str, rig: Rig, rank: int, ranks: int) -> None:
         self.task, self.name, self.rig, self.rank, self.ranks = task, name, rig, rank, ranks
         self.steps, self.interface = settings.steps[name], settings.interface
-        self.validate_every = settings.validate_every.get(name, 0)
+        self.validate_every, self.validate_from = settings.validate_every.get(name, 0), settings.validate_from
         self.turns = -(-self.steps // BLOCK)
         self.step = self.validated = self.sent = 0
         self.seconds, self.rounds = 0.0, rig.rounds()
@@ -86,7 +89,8 @@ class _Training:
             self.step += 1
             event: dict[str, Any] = {"step": self.step, "loss": loss.item(), "seconds": self.seconds}
             together = self.rig.rounds() != self.rounds  # ranks that step by themselves hold models of their own
-            if self.validate_every and together and self.step - self.validated >= self.validate_every:
+            due = self.validate_every and self.step >= max(self.validate_from, self.validated + self.validate_every)
+            if due and together:
                 self.sent = wire_bytes(self.interface) - before
                 if self.rank == 0:
                     event |= {"validation": self.task.validate(self.rig.model).loss, "wire_bytes": self.sent}
