@@ -157,6 +157,16 @@ def test_a_rival_that_waits_much_longer_is_given_up_halfway(training, monkeypatc
     assert len(set(flown)) == 4
 
 
+@pytest.mark.parametrize(("close", "again"), [(1000.0, 2), (0.0, 0)])
+def test_the_two_best_plans_are_timed_again_if_they_are_close(training, monkeypatch, close, again):
+    monkeypatch.setattr("gradwire.planner.autopilot._CLOSE", 1000.0)
+    monkeypatch.setattr("gradwire.planner.autopilot._RUN_OFF", close)
+    pilot = training(bits_per_s=2e7).until(lambda pilot: pilot.settled)
+    plans = [str(plan.methods) for plan in pilot._rivals]
+    assert len(pilot._measured) == len(plans) == len(set(plans)) + again
+    assert len(set(plans[-2:])) == 2
+
+
 def test_without_patience_a_fast_link_is_tried_too(training):
     methods = ("int8", "int4", "powersgd:8,start=0+int8")
     tried = [

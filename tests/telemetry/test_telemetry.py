@@ -62,6 +62,20 @@ def test_every_rank_of_a_training_tells_every_step(tmp_path: Path) -> None:
         assert any(each["event"] == "validation" and each["step"] == 25 for each in told)
 
 
+def test_steps_that_ddp_reduces_itself_are_told_with_their_own_losses(tmp_path: Path) -> None:
+    settings = {"task": "digits", "codec": "dense", "steps": 8, "run_folder": str(tmp_path)}
+    moved = [e for e in run_workers("gradwire.tasks.worker", settings, 2) if e["event"] == "step"]
+    told = records(tmp_path / "rank-0.jsonl")
+    steps = [each for each in told if each["event"] == "step"]
+    assert [(s["loss"], s["sent"]) for s in steps] == [(m["loss"], m["sent_bytes"]) for m in moved]
+    assert [each["step"] for each in steps] == list(range(1, 9))
+    layout = [each for each in told if each["event"] == "layout"][-1]["buckets"]
+    assert sum(bucket["numel"] for bucket in layout) == 2_030_058
+    for each in steps[2:]:
+        assert each["sent"] == each["dense"] > 0
+        assert all(b["codec"] == "dense" and b["ready_s"] < b["done_s"] <= each["seconds"] for b in each["buckets"])
+
+
 def test_auto_tells_its_plans_and_reasons(tmp_path: Path) -> None:
     settings = {"task": "digits", "codec": "auto", "steps": 40, "run_folder": str(tmp_path)}
     assert list(run_workers("gradwire.tasks.worker", settings, 2))
