@@ -176,6 +176,14 @@ def test_without_patience_a_fast_link_is_tried_too(training):
     assert [set(each) for each in tried] == [{"dense"}, {"dense", *methods}]
 
 
+def test_steps_that_begin_dense_and_wait_for_it_do_not_go_on_so(training):
+    run, flown = training(bits_per_s=2e8), []  # all of it takes 21 ms to send, and 2 to compute
+    for _ in range(4):
+        run.run(1)
+        flown.append(run.reducers[0].methods["a"])
+    assert flown == ["dense", "dense", "int8", "int8"]
+
+
 def test_quality_zero_is_dense(training):
     pilot = training(settings=Auto(quality=0.0), bits_per_s=2e7).run(16)
     assert set(pilot.plan.methods.values()) == {"dense"}

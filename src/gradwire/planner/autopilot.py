@@ -38,6 +38,7 @@ _PROFILE_STEPS: Final = 6  # before the first plan; DDP makes its buckets anew a
 _LOOK_STEPS: Final = 2  # before a first look at the link
 _CHEAP_S: Final = 0.05  # what a dense step may send for, as the link looks before the first: more begins in int8
 _FAST: Final = 0.15  # of a step: what sending everything dense may take on a link that is fast enough to begin so
+_SLOW: Final = 0.3  # of a step: what dense steps may wait, at most, to go on so until there is a plan
 _TRIED_STEPS: Final = 2  # whose gradients the methods are tried on
 _CLOSE: Final = 1.25  # a plan's rivals: those that are expected to take at most so much longer
 _DOUBT: Final = 1.07  # how much faster than dense a few steps must be: they vary as much, and dense loses nothing
@@ -210,10 +211,10 @@ class Autopilot:
         age = step - self._since
         if self._phase is _Phase.PROFILING:
             if self.plan is None and age == 0:
-                if not self._recall() and self.settings.patience_s > 0:
-                    self._go_dense_if(self._dense_s() < _CHEAP_S)
-            elif self.plan is None and age == _LOOK_STEPS and self.settings.patience_s > 0 and not self._all_dense():
-                self._go_dense_if(self._dense_s() < _FAST * self._paced().seconds)
+                if not self._recall() and self.settings.patience_s > 0 and self._dense_s() < _CHEAP_S:
+                    self._begin_in(DENSE)
+            elif self.plan is None and age == _LOOK_STEPS and self.settings.patience_s > 0:
+                self._think_again()
             elif self._sample:
                 if step - self._sampled >= _TRIED_STEPS and self._steady():
                     self._plan_anew(self._reason)
@@ -276,11 +277,18 @@ class Autopilot:
         numel = sum(parameter.numel() for parameter in self.reducer.parameters.values())
         return ring_bytes(numel, self.reducer.peers.size) * per_byte
 
-    def _go_dense_if(self, cheap: bool) -> None:
-        """Begin, or go on, in float32, where the link makes that no matter."""
-        if cheap:
-            self.reducer.assign(dict.fromkeys(self.reducer.parameters, DENSE))
-            self._times.clear()
+    def _think_again(self) -> None:
+        """Whether to go on in float32, or not, now that steps are known."""
+        pace = self._paced()
+        if self._all_dense():
+            if pace.waiting_s > _SLOW * pace.seconds:
+                self._begin_in(FIRST)
+        elif self._dense_s() < _FAST * pace.seconds:
+            self._begin_in(DENSE)
+
+    def _begin_in(self, what: str) -> None:
+        self.reducer.assign(dict.fromkeys(self.reducer.parameters, what))
+        self._times.clear()
 
     def _all_dense(self) -> bool:
         return set(self.reducer.methods.values()) == {DENSE}
