@@ -45,7 +45,7 @@ def test_a_model_without_gradients_says_what_is_not_known():
     [
         (["--hosts", "1"], "`--hosts` must be from 2 to 100000; got 1"),
         (["--rate", "fast"], "`--rate` must be in kbit, mbit or gbit"),
-        (["--latency-ms", "-1"], "`--latency-ms` must not be negative; got -1.0"),
+        (["--latency-ms", "-1"], "`--latency-ms` must be from 0 to 1e+07; got -1.0"),
         (["--model", "mnist"], "`--model` must be one of digits, charlm, or package.module:function; got 'mnist'"),
         (["--model", "torch.nn:Transformer"], "`--step-ms` must say how long computing a step"),
         (["--model", "torch.nn:nothing", "--step-ms", "1"], "`--model` must be package.module:function"),
@@ -53,6 +53,12 @@ def test_a_model_without_gradients_says_what_is_not_known():
         (["--model", "time:time", "--step-ms", "1"], "`--model` must return a torch.nn.Module"),
         (["--codec", "int5"], "unknown codec"),
         (["--plot", "x.png"], "`--plot` needs `--simulate`"),
+        (["--simulate", "--plot", "x.txt"], "`--plot` must be a .png, .svg or .pdf file; got 'x.txt'"),
+        (["--latency-ms", "inf"], "`--latency-ms` must be from 0 to 1e+07; got inf"),
+        (["--batch-size", "0"], "`--batch-size` must be at least 1; got 0"),
+        (["--step-ms", "5"], "`--step-ms` is for a model of your own: a step of digits is measured; got 5.0"),
+        (["--model", "torch.nn:Transformer", "--step-ms", "inf"], "above 0, at most 1e+07; got inf"),
+        (["--model", "a:b:c", "--step-ms", "1"], "'a:b:c': No module named 'a'"),
     ],
 )
 def test_a_wrong_option_is_told_what_is_allowed(arguments, message, monkeypatch, capsys):

@@ -313,7 +313,11 @@ def test_ranks_with_different_settings_are_told():
     ("make", "message"),
     [
         (functools.partial(Auto, quality=2), "`quality` must be from 0 to 1; got 2"),
-        (functools.partial(Auto, candidates="int8"), "`candidates` must be strings such as 'int4'; got 'int8'"),
+        (
+            functools.partial(Auto, candidates="int8"),
+            "a tuple of strings such as 'int4'; got 'int8'",
+        ),
+        (functools.partial(Auto, candidates=3), "`candidates` must be a tuple of strings such as 'int4'; got 3"),
         (functools.partial(Auto, candidates=("int5",)), "unknown codec"),
         (functools.partial(Auto, patience_s=-1), "`patience_s` must be 0 or more, and finite; got -1"),
         (functools.partial(Auto, review_every=1), "`review_every` must be a whole number of at least 5; got 1"),

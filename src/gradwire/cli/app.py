@@ -133,7 +133,7 @@ def main() -> None:
         with bash_protocol():
             app()
     except GradwireError as error:
-        errors.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True, emoji=False)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

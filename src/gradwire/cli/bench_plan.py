@@ -10,6 +10,7 @@ import typer
 from gradwire.benchmarks import drift as drifting
 from gradwire.benchmarks import plans
 from gradwire.benchmarks.plan_plot import draw_predictions
+from gradwire.benchmarks.plot import check as check_picture
 from gradwire.cli.completion import complete_task
 from gradwire.cli.output import JsonOption, console, errors, listed, print_json, say, show, table
 
@@ -55,6 +56,8 @@ def plan(
     settings = plans.Settings(
         tuple(tasks or default.tasks), tuple(workers or default.workers), tuple(rates or default.rates), rounds, steps
     )
+    if plot is not None:
+        check_picture(plot)
     with errors.status("starting") as status:
         report = plans.measure(settings, status.update, say)
     if plot is not None:
@@ -105,6 +108,8 @@ def drift(
       $ sudo gradwire bench drift --rate 1gbit --rate 50mbit --steps 100
     """
     settings = drifting.Settings(task, workers, tuple(rates or drifting.Settings.rates), steps)
+    if plot is not None:
+        check_picture(plot)
     with errors.status("starting") as status:
         report = drifting.measure(settings, status.update)
     if plot is not None:

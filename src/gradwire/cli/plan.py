@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from gradwire.benchmarks.plan_plot import draw_scaling
+from gradwire.benchmarks.plot import check as check_picture
 from gradwire.benchmarks.training import BATCH_SIZES
 from gradwire.cli.completion import complete_codec, complete_model
 from gradwire.cli.output import JsonOption, console, errors, print_json, show, size, table
@@ -26,6 +27,7 @@ from gradwire.planner.simulate import (
     network_of,
     plan_on_paper,
     profile_workload,
+    trials_among,
     try_on_workload,
 )
 from gradwire.tasks import TASKS
@@ -33,6 +35,7 @@ from gradwire.tasks import TASKS
 __all__ = ["plan", "plan_table"]
 
 _MOST_HOSTS = 100_000
+_LONGEST_MS = 1e7
 
 
 def plan(
@@ -50,7 +53,7 @@ def plan(
     latency_ms: Annotated[float, typer.Option(help="Milliseconds that a message between hosts takes.")] = 0.1,
     step_ms: Annotated[
         float | None,
-        typer.Option(help="What computing a step takes. A model of your own needs it; built-in ones are measured."),
+        typer.Option(help="What computing a step takes, of a model of your own; built-in ones are measured."),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Of a worker, for a built-in task.", show_default="the task's own")
@@ -87,18 +90,26 @@ def plan(
     bits = parse_rate(rate, argument="--rate")
     if not 2 <= hosts <= _MOST_HOSTS:
         raise ConfigError(f"`--hosts` must be from 2 to {_MOST_HOSTS}; got {hosts}.")
-    if not latency_ms >= 0:
-        raise ConfigError(f"`--latency-ms` must not be negative; got {latency_ms}.")
-    if plot is not None and not simulate:
-        raise ConfigError("`--plot` needs `--simulate`.")
+    if not 0 <= latency_ms <= _LONGEST_MS:
+        raise ConfigError(f"`--latency-ms` must be from 0 to {_LONGEST_MS:g}; got {latency_ms}.")
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"`--batch-size` must be at least 1; got {batch_size}.")
+    if model in TASKS and step_ms is not None:
+        raise ConfigError(f"`--step-ms` is for a model of your own: a step of {model} is measured; got {step_ms}.")
+    if model not in TASKS and batch_size is not None:
+        raise ConfigError(f"`--batch-size` is for {' and '.join(TASKS)}: of {model!r} no step is computed.")
+    if plot is not None:
+        if not simulate:
+            raise ConfigError("`--plot` needs `--simulate`.")
+        check_picture(plot)
     candidates = Auto(tuple(codecs or CANDIDATES)).candidates
     with errors.status("measuring"):
         workload = _workload(model, step_ms, batch_size)
         counts = _counts(hosts) if simulate else [hosts]
-        plans = []
+        tried, plans = try_on_workload(workload, 2, candidates), []
         for count in counts:
-            trials = try_on_workload(workload, count, candidates)
             network = network_of(bits, count, latency_ms / 1000)
+            trials = trials_among(tried, count)
             plans.append(plan_on_paper(workload, count, network, candidates=candidates, trials=trials))
     if plot is not None:
         draw_scaling(counts, plans, f"{model}, {rate}", plot)
@@ -133,8 +144,11 @@ def _workload(model: str, step_ms: float | None, batch_size: int | None) -> Work
         return profile_workload(network, loss_of_step)
     if ":" not in model:
         raise ConfigError(f"`--model` must be one of {', '.join(TASKS)}, or package.module:function; got {model!r}.")
-    if step_ms is None or not step_ms > 0:
-        raise ConfigError(f"`--step-ms` must say how long computing a step of {model!r} takes; got {step_ms}.")
+    if step_ms is None or not 0 < step_ms <= _LONGEST_MS:
+        raise ConfigError(
+            f"`--step-ms` must say how long computing a step of {model!r} takes: above 0, at most {_LONGEST_MS:g}; "
+            f"got {step_ms}."
+        )
     return describe_workload(_made(model), step_ms / 1000)
 
 
@@ -187,7 +201,7 @@ def plan_table(plan: Plan, title: str) -> Table:
 def _scaling_table(model: str, rate: str, counts: Sequence[int], plans: Sequence[Plan]) -> Table:
     names = list(plans[0].alternatives)
     columns = {"hosts": "right"} | dict.fromkeys(names, "right")
-    columns |= {"plan": "right", "sent by a host": "right", "of computing": "right", "is": "left"}
+    columns |= {"plan": "right", "sent by a host": "right", "computing": "right", "by": "left"}
     rows = [
         [
             str(count),

@@ -21,7 +21,7 @@ from gradwire.collectives.peers import post, share
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.planner.cache import PlanCache
 from gradwire.planner.cost import Cost, Machine
-from gradwire.planner.plan import CANDIDATES, DENSE, QUALITY, Bucket, Plan, Situation, choose, plan_of, safer
+from gradwire.planner.plan import CANDIDATES, DENSE, DOUBT, QUALITY, Bucket, Plan, Situation, choose, plan_of, safer
 from gradwire.planner.probe import Network, glance_at_network, probe_machine, probe_network, seconds_per_byte
 from gradwire.planner.trial import Trial, caches_full, dense_trial, trial_work, try_method
 from gradwire.reducer import GradientReducer, StepTimes
@@ -41,8 +41,7 @@ _FAST: Final = 0.15  # of a step: what sending everything dense may take on a li
 _SLOW: Final = 0.3  # of a step: what dense steps may wait, at most, to go on so until there is a plan
 _TRIED_STEPS: Final = 2  # whose gradients the methods are tried on
 _CLOSE: Final = 1.25  # a plan's rivals: those that are expected to take at most so much longer
-_DOUBT: Final = 1.07  # how much faster than dense a few steps must be: they vary as much, and dense loses nothing
-_GAIN: Final = 1 - 1 / _DOUBT  # of a dense step: no plan saves more than a step waits, and less than this saves nothing
+_GAIN: Final = 1 - 1 / DOUBT  # of a dense step: no plan saves more than a step waits, and less than this saves nothing
 _CLOSE_BEFORE: Final = 1.15  # the same, for those that were timed in an earlier training
 _CONTEST_STEPS: Final = 4  # of each; the first is to warm up
 _RUN_OFF: Final = 1.12  # the best two plans are timed once more if the second takes at most so much longer
@@ -85,8 +84,9 @@ class Auto:
     patience_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.candidates, str) or not all(isinstance(each, str) for each in self.candidates):
-            raise ConfigError(f"`candidates` must be strings such as 'int4'; got {self.candidates!r}.")
+        several = isinstance(self.candidates, Sequence) and not isinstance(self.candidates, str)
+        if not several or not all(isinstance(each, str) for each in self.candidates):
+            raise ConfigError(f"`candidates` must be a tuple of strings such as 'int4'; got {self.candidates!r}.")
         everything = dict.fromkeys([DENSE, *(str(method(each)) for each in self.candidates)])
         object.__setattr__(self, "candidates", tuple(everything))
         if not isinstance(self.quality, int | float) or not 0 <= self.quality <= 1:
@@ -200,6 +200,7 @@ class Autopilot:
         self.reducer.between = None
         self._stop_capture()
         self.reducer.assign(dict.fromkeys(self.reducer.parameters, what))
+        self._say(f"held: everything travels as {what} from now on")
 
     # Between steps. Whatever is decided here follows from the number of steps, and from what all ranks were told.
 
@@ -517,7 +518,8 @@ class Autopilot:
         timed.sort(key=lambda each: _to_beat(each[0]))
         (best, self._pace), self._incumbent = timed[0], None
         if len(timed) > 1:
-            self._say("; ".join(f"{plan.name} took {1000 * (plan.measured_s or 0):.0f} ms" for plan, _ in timed))
+            took = "; ".join(f"{plan.name} took {1000 * (plan.measured_s or 0):.0f} ms" for plan, _ in timed)
+            self._say(f"{took}: {best.name} it is")
         self._fly(best)
         others = [plan for plan in [*self._rivals[done:], *self._resting] if plan.measured_s]
         every = [*(plan for plan, _ in timed), *others]
@@ -675,7 +677,7 @@ def _tried(situation: Situation) -> set[str]:
 
 def _to_beat(plan: Plan) -> float:
     """Seconds of a step, and of the steps that a plan needs more; where it is close, dense is to be had."""
-    doubt = 1.0 if set(plan.methods.values()) == {DENSE} else _DOUBT
+    doubt = 1.0 if set(plan.methods.values()) == {DENSE} else DOUBT
     return (plan.measured_s or math.inf) * (1 + plan.extra_steps) * doubt
 
 

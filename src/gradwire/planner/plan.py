@@ -19,7 +19,7 @@ from gradwire.planner.trial import Trial, sample_of
 from gradwire.reducer import FEW, is_large
 from gradwire.wire import TensorSpec
 
-__all__ = ["CANDIDATES", "DENSE", "Bucket", "Plan", "PlannedBucket", "Situation", "choose", "plan_of", "safer"]
+__all__ = ["CANDIDATES", "DENSE", "DOUBT", "Bucket", "Plan", "PlannedBucket", "Situation", "choose", "plan_of", "safer"]
 
 DENSE: Final = "dense"
 
@@ -29,6 +29,9 @@ CANDIDATES: Final = (DENSE, "int8", "int4", "powersgd:16,start=0+int8")
 QUALITY: Final = 0.25
 """Relative squared error of what was sent of a layer so far that is allowed. Of the methods measured on the built-in
 tasks those below it need at most 1.07 times the steps of float32, and those above it up to six times as many."""
+
+DOUBT: Final = 1.07
+"""How much faster than dense a plan must be: steps vary as much, and dense loses nothing."""
 
 _LOW_RANK_STEPS: Final = 0.05  # more steps than float32 needs, as measured: 1.00 and 1.07 times
 _LOST_STEPS: Final = 0.25  # of what is lost: int4 loses 2% of a gradient, and needs no percent more steps

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.errors import ConfigError
 from gradwire.planner.cost import Link, Machine
-from gradwire.planner.plan import CANDIDATES, DENSE, Bucket, Plan, Situation, choose
+from gradwire.planner.plan import CANDIDATES, DENSE, DOUBT, Bucket, Plan, Situation, choose, plan_of
 from gradwire.planner.probe import Network
 from gradwire.planner.trial import Trial, dense_trial, try_method
 
@@ -100,8 +101,8 @@ def describe_workload(model: nn.Module, step_s: float) -> Workload:
     >>> describe_workload(nn.Linear(1024, 1024), step_s=0.3).ready_s
     (0.3,)
     """
-    if not step_s > 0:
-        raise ConfigError(f"`step_s` must be more than 0; got {step_s!r}.")
+    if not 0 < step_s < inf:
+        raise ConfigError(f"`step_s` must be more than 0, and finite; got {step_s!r}.")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("`model` must have parameters that are trained; it has none.")
@@ -159,7 +160,21 @@ def plan_on_paper(
     here = Situation(
         ranks, workload.buckets, workload.ready_s, tuple(tried), network, machine if machine is not None else Machine()
     )
-    return choose(here, candidates, f"{ranks} ranks on paper")
+    best = choose(here, candidates, reason := f"{ranks} ranks on paper")
+    dense = [dict.fromkeys(bucket.names, DENSE) for bucket in here.buckets]
+    if here.predict(dense).seconds <= DOUBT * best.predicted_s * (1 + best.extra_steps):
+        return plan_of(here, dense, best.alternatives, reason)
+    return best
+
+
+def trials_among(trials: Sequence[Mapping[str, Trial]], ranks: int) -> list[dict[str, Trial]]:
+    """What was found of two ranks, for another number of them.
+
+    >>> workload = describe_workload(nn.Linear(1024, 1024), step_s=0.1)
+    >>> trials_among(try_on_workload(workload, 2, ["int8"]), 4)[0]["dense"].cost.sent_bytes / 2**20
+    6.0
+    """
+    return [{what: trial.among(what, ranks) for what, trial in each.items()} for each in trials]
 
 
 def try_on_workload(workload: Workload, ranks: int, candidates: Sequence[str] = CANDIDATES) -> list[dict[str, Trial]]:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -33,6 +33,20 @@ class Trial:
 
     cost: Cost
     errors: dict[str, float]  # by parameter: relative squared error of all that was sent so far
+
+    def among(self, what: str | Method, ranks: int) -> Trial:
+        """Of two ranks, what it would be of more: not measured anew, so that numbers of ranks can be compared.
+
+        >>> Trial(Cost(0.5, 1000.0, 1), {}).among("int8", 4).cost
+        Cost(processor_s=0.5, sent_bytes=1500.0, rounds=2, dense=False)
+        """
+        how, crowd, messages = method(what), ranks / _PLAYED, ranks - 1
+        if isinstance(how, AllReduce):
+            return Trial(replace(self.cost, sent_bytes=self.cost.sent_bytes * messages / crowd), self.errors)
+        to_all = not isinstance(how, PowerSGD) and not is_elementwise(how)  # every rank gets every other's payload
+        share = messages if to_all else messages / crowd  # to each other rank: a payload, or one of its slices
+        processor_s = self.cost.processor_s * (crowd if to_all else 1)
+        return Trial(Cost(processor_s, self.cost.sent_bytes * share, _rounds(how, ranks)), self.errors)
 
 
 def sample_of(numels: Mapping[str, int]) -> list[str]:
@@ -124,13 +138,11 @@ def try_method(
     sents = [actor.reducer.traffic.sent_bytes for actor in actors]
     errors = {name: _relative_error(total, [step[name] for step in gradients]) for name, total in sums.items()}
     larger, sent = numel / sample, statistics.mean(sents)  # slices are not all equal
-    to_all = not isinstance(how, PowerSGD) and not is_elementwise(how)  # every rank gets every other's payload
-    crowd = ranks / played
-    messages = (ranks - 1) / max(1, played - 1)  # to each other rank: a payload, or one of its slices
-    share = messages if to_all else messages / crowd
-    processor = min(seconds) * larger * (crowd if to_all else 1)
-    least = processor if known_processor_s is None else min(processor, known_processor_s)
-    return Trial(Cost(least, sent * larger * share, _rounds(how, ranks)), errors)
+    measured = Trial(Cost(min(seconds) * larger, sent * larger, _rounds(how, played)), errors)
+    trial = measured if played < _PLAYED else measured.among(how, ranks)
+    if known_processor_s is None:
+        return trial
+    return replace(trial, cost=replace(trial.cost, processor_s=min(trial.cost.processor_s, known_processor_s)))
 
 
 def _thinned(gradients: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
