@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives.processes import ProcessPeers
-from gradwire.errors import NonFiniteError
 from gradwire.kernels import ops
 from gradwire.reducer import GradientReducer
 
@@ -28,6 +28,16 @@ class _AllReduce:
     work: dist.Work
     tag: int
     ready: float
+    is_finite: SimpleQueue[bool] = field(default_factory=SimpleQueue)
+
+    def look(self) -> None:
+        """Look for NaN and Inf when it is there: in the thread that brought it, while DDP copies."""
+
+        def see(done: Any) -> None:
+            flat = self.flat if self.flat.dtype == torch.float32 else self.flat.float()
+            self.is_finite.put(not int(ops.count_nonfinite(flat)))
+
+        self.work.get_future().add_done_callback(see)
 
 
 class PlainExchange(dist.ProcessGroup):
@@ -47,9 +57,9 @@ class PlainExchange(dist.ProcessGroup):
         self._group, self._model, self._reducer, self._after = group, model, reducer, after
         self._numel = sum(parameter.numel() for parameter in reducer.parameters.values())
         self._started: list[_AllReduce] = []
+        self._done: list[float] = []  # when each of them was there
         self._layouts: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
         self._error: BaseException | None = None  # that ended it
-        self._nonfinite: NonFiniteError | None = None  # of this step
         getattr(model.reducer, _REPLACE)(self)
 
     @staticmethod
@@ -82,7 +92,9 @@ class PlainExchange(dist.ProcessGroup):
             self._reducer.begin_elsewhere()
         tag, ready = self._reducer.next_tags(), time.perf_counter()
         work = self._group.allreduce(tensors, *options)
-        self._started.append(_AllReduce(tensors[0], work, tag, ready))
+        self._started.append(started := _AllReduce(tensors[0], work, tag, ready))
+        if self._reducer.nonfinite == "raise":
+            started.look()
         if sum(each.flat.numel() for each in self._started) >= self._numel:
             self._when_backward_ends()
         return work
@@ -103,26 +115,24 @@ class PlainExchange(dist.ProcessGroup):
     def _wait(self) -> None:
         peers = self._reducer.peers
         assert isinstance(peers, ProcessPeers)
-        buckets, nonfinite = list[tuple[float, float]](), None
         try:
-            for place, each in enumerate(self._started):
+            for each in self._started:
                 peers.await_all_reduce(each.work, each.flat, each.tag)
-                buckets.append((each.ready, time.perf_counter()))
-                # While others are still on their way.
-                if self._reducer.nonfinite == "raise" and nonfinite is None and not _is_finite(each.flat):
-                    nonfinite = place
+                self._done.append(time.perf_counter())
         except BaseException as error:
             self._error = error
             raise
-        names = self._layout(tuple(each.flat.numel() for each in self._started))
-        self._started = []
-        if len(names) < len(buckets):  # nobody knows which is which
-            buckets, nonfinite = buckets[-1:], nonfinite and 0
-        told = [(each, *times) for each, times in zip(names, buckets, strict=True)]
-        self._nonfinite = self._reducer.end_elsewhere(told, nonfinite)
 
     def _end(self) -> None:
-        error, self._nonfinite = self._nonfinite, None
+        started, done = self._started, self._done
+        self._started, self._done = [], []
+        looks = self._reducer.nonfinite == "raise"
+        nonfinite = next((place for place, each in enumerate(started) if looks and not each.is_finite.get()), None)
+        names = self._layout(tuple(each.flat.numel() for each in started))
+        if len(names) < len(started):  # nobody knows which is which
+            started, done, nonfinite = started[-1:], done[-1:], None if nonfinite is None else 0
+        told = [(each, bucket.ready, when) for each, bucket, when in zip(names, started, done, strict=True)]
+        error = self._reducer.end_elsewhere(told, nonfinite)
         self._reducer.prepare()
         self._after()
         if error is not None:
@@ -155,7 +165,3 @@ def _matched(sizes: Sequence[tuple[str, int]], numels: Sequence[int]) -> Iterato
         if numel:
             return
         yield tuple(names)
-
-
-def _is_finite(flat: Tensor) -> bool:
-    return not int(ops.count_nonfinite(flat if flat.dtype == torch.float32 else flat.float()))

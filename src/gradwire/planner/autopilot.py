@@ -347,7 +347,7 @@ class Autopilot:
         self._captured, self._sample = [], frozenset()
         pairs = [(place, what) for what in methods if what != DENSE for place in range(len(buckets))]
         found: dict[str, Any] = {}
-        caches = caches_full()
+        caches = caches_full() if pairs else None
         for number in _shares([trial_work(what, buckets[place].numels) for place, what in pairs], peers.size)[
             peers.rank
         ]:
