@@ -236,6 +236,7 @@ class GradientReducer:
         self._methods: dict[str, Method] = dict.fromkeys(self.parameters, self.method)
         self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
         self._known: dict[tuple[str, ...], tuple[str, int]] = {}  # of buckets
+        self._elsewhere: dict[tuple[str, ...], tuple[Future[Reduced], int]] = {}  # of those somebody else reduces
         self._end_of_step = math.nan
         self._all_reduced_at = 0.0  # the last one that needed no pipeline
         self._times: StepTimes | None = None  # of the last step
@@ -457,42 +458,53 @@ class GradientReducer:
         owed = self._carry or self._states or self.on_gradient
         return not owed and all(isinstance(how, AllReduce) for how in self._methods.values())
 
-    def begin_elsewhere(self) -> None:
-        """Somebody else has begun to reduce the gradients of a step."""
+    def begin_elsewhere(self) -> int:
+        """Somebody else has begun to reduce the gradients of a step. Tags for what that needs."""
         self._pipeline.check()
         self._take_step()
         self._tell()
         self._open = True
+        return self.next_tags()
 
     def end_elsewhere(
-        self, buckets: Sequence[tuple[tuple[str, ...], float, float]], nonfinite: int | None = None
+        self,
+        buckets: Sequence[tuple[str, ...]],
+        ready: Sequence[float],
+        done: Sequence[float],
+        nonfinite: int | None = None,
     ) -> NonFiniteError | None:
-        """All of it has arrived: parameters, and when they were handed over and there again.
+        """All of it has arrived: parameters, when they were handed over, and when they were there again.
 
         ``nonfinite`` is the bucket whose mean holds NaN or Inf, if any does: the step is not taken then, and the error
         is to be raised.
         """
-        now, last, error = self._now, 0.0, None
+        now, error, failed = self._now, None, Future[Reduced]()
         if nonfinite is not None:
-            first = buckets[nonfinite][0][0]
+            first = buckets[nonfinite][0]
             number = self._places[first]
             where_it_is = where(Key(self.seed, self._step, number))
             error = NonFiniteError(f"{where_it_is}: a rank's gradient holds NaN or Inf. {_begins(number, first)}")
-        for number, (names, ready, done) in enumerate(buckets):
-            numel = sum(self.parameters[name].numel() for name in names)
-            moved, future = ring_bytes(numel, self.peers.size), Future[Reduced]()
-            if error is None:
-                future.set_result(Reduced(_NO_MEAN, {}, moved, moved, moved))
-            else:
-                future.set_exception(error)
-            now.results.append(future)
-            now.traces.append(Trace(wire_s=done - max(last, ready)))
+            failed.set_exception(error)
+        last = 0.0
+        for number, names in enumerate(buckets):
+            moved, numel = self._moved_elsewhere(names)
+            now.results.append(moved if error is None else failed)
+            now.traces.append(Trace(wire_s=done[number] - max(last, ready[number])))
             now.of_bucket.append(number)
-            now.buckets.append((names, ready))
-            now.ends[number] = last = done
+            now.buckets.append((names, ready[number]))
+            now.ends[number] = last = done[number]
             now.numel += numel
         self._open = False
         return error
+
+    def _moved_elsewhere(self, names: tuple[str, ...]) -> tuple[Future[Reduced], int]:
+        """What it takes to reduce a bucket as it is, and its elements; the same in every step."""
+        if names not in self._elsewhere:
+            numel, future = sum(self.parameters[name].numel() for name in names), Future[Reduced]()
+            moved = ring_bytes(numel, self.peers.size)
+            future.set_result(Reduced(_NO_MEAN, {}, moved, moved, moved))
+            self._elsewhere[names] = future, numel
+        return self._elsewhere[names]
 
     def prepare(self) -> None:
         """Have ``between`` called for the next step now, rather than when it begins."""

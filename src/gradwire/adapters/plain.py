@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -14,30 +13,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives.processes import ProcessPeers
+from gradwire.errors import NonFiniteError
 from gradwire.kernels import ops
 from gradwire.reducer import GradientReducer
 
 __all__ = ["PlainExchange"]
 
 _REPLACE: Final = "_update_process_group"  # of DDP's reducer
-
-
-@dataclass(frozen=True)
-class _AllReduce:
-    flat: Tensor
-    work: dist.Work
-    tag: int
-    ready: float
-    is_finite: SimpleQueue[bool] = field(default_factory=SimpleQueue)
-
-    def look(self) -> None:
-        """Look for NaN and Inf when it is there: in the thread that brought it, while DDP copies."""
-
-        def see(done: Any) -> None:
-            flat = self.flat if self.flat.dtype == torch.float32 else self.flat.float()
-            self.is_finite.put(not int(ops.count_nonfinite(flat)))
-
-        self.work.get_future().add_done_callback(see)
 
 
 class PlainExchange(dist.ProcessGroup):
@@ -54,12 +36,18 @@ class PlainExchange(dist.ProcessGroup):
     def __init__(self, model: DistributedDataParallel, reducer: GradientReducer, after: Callable[[], None]) -> None:
         group: Any = model.process_group
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        assert isinstance(reducer.peers, ProcessPeers)  # as it can be watched
         self._group, self._model, self._reducer, self._after = group, model, reducer, after
-        self._numel = sum(parameter.numel() for parameter in reducer.parameters.values())
-        self._started: list[_AllReduce] = []
-        self._done: list[float] = []  # when each of them was there
+        self._timeout, self._looks = timedelta(seconds=reducer.peers.timeout_s), reducer.nonfinite == "raise"
+        self._numel = self._left = sum(parameter.numel() for parameter in reducer.parameters.values())
+        self._tag = 0  # of the step
+        # Caches are full of the model: the fewer objects these are the better.
+        self._buckets: list[Tensor] = []  # of the step so far
+        self._works: list[dist.Work] = []
+        self._ready: list[float] = []
         self._layouts: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
         self._error: BaseException | None = None  # that ended it
+        self._nonfinite: NonFiniteError | None = None  # of this step
         getattr(model.reducer, _REPLACE)(self)
 
     @staticmethod
@@ -84,18 +72,18 @@ class PlainExchange(dist.ProcessGroup):
         return self._group.broadcast(*arguments)
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:  # type: ignore[override]  # noqa: D102
-        if len(tensors) != 1 or not tensors[0].is_floating_point():
+        bucket = tensors[0]
+        if len(tensors) != 1 or not bucket.is_floating_point():
             return self._group.allreduce(tensors, *options)  # which parameters were used at all
         if self._error is not None:
             raise self._error
-        if not self._started:
-            self._reducer.begin_elsewhere()
-        tag, ready = self._reducer.next_tags(), time.perf_counter()
-        work = self._group.allreduce(tensors, *options)
-        self._started.append(started := _AllReduce(tensors[0], work, tag, ready))
-        if self._reducer.nonfinite == "raise":
-            started.look()
-        if sum(each.flat.numel() for each in self._started) >= self._numel:
+        if not self._works:
+            self._tag = self._reducer.begin_elsewhere()
+        self._ready.append(time.perf_counter())
+        self._works.append(work := self._group.allreduce(tensors, *options))
+        self._buckets.append(bucket)
+        self._left -= bucket.numel()
+        if self._left <= 0:
             self._when_backward_ends()
         return work
 
@@ -113,26 +101,30 @@ class PlainExchange(dist.ProcessGroup):
             self._end()
 
     def _wait(self) -> None:
-        peers = self._reducer.peers
-        assert isinstance(peers, ProcessPeers)
+        nonfinite, done = None, list[float]()
         try:
-            for each in self._started:
-                peers.await_all_reduce(each.work, each.flat, each.tag)
-                self._done.append(time.perf_counter())
+            for place, (work, bucket) in enumerate(zip(self._works, self._buckets, strict=True)):
+                work.wait(self._timeout)
+                done.append(time.perf_counter())
+                # While others are still on their way.
+                if self._looks and nonfinite is None and not _is_finite(bucket):
+                    nonfinite = place
+        except RuntimeError as error:
+            peers = self._reducer.peers
+            assert isinstance(peers, ProcessPeers)
+            self._error = peers.failed(error, self._tag)
+            raise self._error from error
         except BaseException as error:
             self._error = error
             raise
+        names, ready = self._layout(tuple([bucket.numel() for bucket in self._buckets])), self._ready
+        self._works, self._buckets, self._ready, self._left = [], [], [], self._numel
+        if len(names) < len(done):  # nobody knows which is which
+            ready, done, nonfinite = ready[-1:], done[-1:], nonfinite and 0
+        self._nonfinite = self._reducer.end_elsewhere(names, ready, done, nonfinite)
 
     def _end(self) -> None:
-        started, done = self._started, self._done
-        self._started, self._done = [], []
-        looks = self._reducer.nonfinite == "raise"
-        nonfinite = next((place for place, each in enumerate(started) if looks and not each.is_finite.get()), None)
-        names = self._layout(tuple(each.flat.numel() for each in started))
-        if len(names) < len(started):  # nobody knows which is which
-            started, done, nonfinite = started[-1:], done[-1:], None if nonfinite is None else 0
-        told = [(each, bucket.ready, when) for each, bucket, when in zip(names, started, done, strict=True)]
-        error = self._reducer.end_elsewhere(told, nonfinite)
+        error, self._nonfinite = self._nonfinite, None
         self._reducer.prepare()
         self._after()
         if error is not None:
@@ -165,3 +157,7 @@ def _matched(sizes: Sequence[tuple[str, int]], numels: Sequence[int]) -> Iterato
         if numel:
             return
         yield tuple(names)
+
+
+def _is_finite(flat: Tensor) -> bool:
+    return not int(ops.count_nonfinite(flat if flat.dtype == torch.float32 else flat.float()))

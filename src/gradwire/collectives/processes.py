@@ -127,7 +127,7 @@ class ProcessPeers(ABC):
         try:
             work = dist.all_reduce(x, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self._failed(error, tag) from error
+            raise self.failed(error, tag) from error
         return lambda: self.await_all_reduce(work, x, tag)
 
     def await_all_reduce(self, work: dist.Work | None, x: Tensor, tag: int) -> None:
@@ -139,7 +139,7 @@ class ProcessPeers(ABC):
             if x.device.type == "cuda":
                 torch.cuda.current_stream(x.device).synchronize()
         except RuntimeError as error:
-            raise self._failed(error, tag) from error
+            raise self.failed(error, tag) from error
 
     def all_reduce_then(self, x: Tensor, tag: int, done: Callable[[PeerError | None], None]) -> None:
         """The same of a tensor on the CPU, with nobody waiting: ``done`` is called by the backend's thread.
@@ -149,12 +149,12 @@ class ProcessPeers(ABC):
         try:
             work = dist.all_reduce(x, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self._failed(error, tag) from error
+            raise self.failed(error, tag) from error
 
         def fail(error: BaseException) -> None:
             def find_out() -> None:
                 try:
-                    blamed = self._failed(error, tag)
+                    blamed = self.failed(error, tag)
                 except Exception as why:  # such as a process group that is gone
                     blamed = PeerError(f"the all-reduce failed: {_reason(why)}")
                 done(blamed)
@@ -176,7 +176,8 @@ class ProcessPeers(ABC):
         number = self._deadlines.add(self.timeout_s, late)
         work.get_future().add_done_callback(finish)
 
-    def _failed(self, error: BaseException, tag: int) -> PeerError:
+    def failed(self, error: BaseException, tag: int) -> PeerError:
+        """The error of an all-reduce that failed with one of torch's: who is to blame. All ranks give the same tag."""
         end = time.monotonic() + _NOTICE_S
         while time.monotonic() < end:  # others may not have noticed yet: who is gone is not to be waited for
             if gone := self._gone(tag + 1):

@@ -22,6 +22,7 @@ from gradwire.kernels.memory import empty
 from gradwire.wire import Key
 
 _CPU: Final = torch.device("cpu")
+_NONE: Final = torch.zeros((), dtype=torch.int64, device=_CPU)  # is not finite, mostly; nobody writes to it
 _KINDS: Final = {Integer: 0, Float8: 1, Sign: 2, Levels: 3, Ternary: 4, Natural: 5, Half: 6}
 _SCALE_TYPES: Final = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.uint8: 3}
 _SCALINGS: Final = {"absmax": 0, "mse": 1, "stochastic": 2}
@@ -46,7 +47,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _nonfinite(count: int) -> Tensor:
-    return torch.tensor(count, dtype=torch.int64, device=_CPU)
+    return torch.tensor(count, dtype=torch.int64, device=_CPU) if count else _NONE
 
 
 def _key(key: Key, stream: int) -> Any:
@@ -90,7 +91,7 @@ def _format(form: Format) -> Any:
 
 
 def count_nonfinite(x: Tensor) -> Tensor:
-    flat = x.to(torch.float32).contiguous()
+    flat = x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
     return _nonfinite(_native.accumulate(_address(flat), 0, 1.0, 0, flat.numel(), torch.get_num_threads()))
 
 

@@ -104,12 +104,15 @@ def implementation(name: str, device: str) -> tuple[str, Callable[..., Any]]:
 def op(signature: Callable[P, R]) -> Callable[P, R]:
     """Make a signature the front of its implementations; the device of its first argument, or ``device``, decides."""
     name = signature.__name__
+    chosen: dict[tuple[str, str | None], Callable[P, R]] = {}  # by device, and what is forced
     _OPS.append(name)
 
     @functools.wraps(signature)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = implementation(name, _device_type(kwargs.get("device", args[0])))[1](*args, **kwargs)
-        return result
+        device = _device_type(kwargs.get("device", args[0]))
+        if (function := chosen.get((device, _forced.get()))) is None:
+            function = chosen[device, _forced.get()] = implementation(name, device)[1]
+        return function(*args, **kwargs)
 
     return run
 
