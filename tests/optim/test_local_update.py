@@ -381,6 +381,34 @@ def test_a_state_within_a_round_is_of_its_ranks_only():
         optimizer.load_state_dict({"x": 1})
 
 
+def test_states_of_several_ranks_are_each_ones_and_of_one_round():
+    def states_after(steps):
+        def body(peers):
+            model = Net()
+            optimizer = LocalSGD(sgd(model), every=1, group=peers)
+            steps_of(model, optimizer, peers.rank, range(steps))
+            return optimizer.state_dict()
+
+        return results(on_every_rank(body, 2))
+
+    early, late = states_after(1), states_after(2)
+    one = LocalSGD(sgd(Net()), every=1, group=Alone())
+    with pytest.raises(ConfigError, match=r"the state of every rank that was saved once; got ranks \[0, 0\]"):
+        one.load_state_dict([late[0], late[0]])
+    with pytest.raises(ConfigError, match=r"states of one round; got those of rounds \[1, 2\]"):
+        one.load_state_dict([late[0], early[1]])
+    one.load_state_dict(late)
+    assert one.round == 2
+
+
+def test_ranks_whose_settings_differ_are_told_which():
+    def body(peers):
+        LocalSGD(torch.optim.SGD(Net().parameters(), lr=0.1 * (1 + peers.rank)), every=2, group=peers)
+
+    for error in on_every_rank(body, 2):
+        assert "The difference: 'lr=0.2', not 'lr=0.1'." in str(error)
+
+
 def test_accumulation_is_one_large_batch():
     models, _ = trained(lambda o, peers: LocalAccumulation(o, every=4, codec="none", group=peers), 2, 8)
     large = Net()
@@ -557,7 +585,9 @@ def inner():
         (lambda: DiLoCo(inner(), 4, fragments=5, group=Alone()), "`fragments` must be at most `every`, 4; got 5"),
         (lambda: DiLoCo(inner(), 4, fragments=2, overlap=3, group=Alone()), "`overlap` must be at most every / frag"),
         (lambda: DiLoCo(inner(), 4, mixing=1.0, group=Alone()), r"`mixing` must be in \[0, 1\); got 1.0"),
-        (lambda: DeMo([nn.Parameter(torch.zeros(3))], density=2.0, group=Alone()), "density"),
+        (lambda: DeMo([nn.Parameter(torch.zeros(3))], density=2.0, group=Alone()), r"`density` must be in \(0, 1\]"),
+        (lambda: DeMo([nn.Parameter(torch.zeros(3))], decay=0.0, group=Alone()), r"`decay` must be in \(0, 1\]"),
+        (lambda: DeMo([nn.Parameter(torch.zeros(3))], values="int77", group=Alone()), "`values` must be a codec such"),
         (lambda: DeMo([nn.Parameter(torch.zeros(3))], chunk=8, group=Alone()), "`chunk` must be a whole"),
         (lambda: DeMo([nn.Parameter(torch.zeros(3))], lr=-1.0, group=Alone()), "`lr` must be 0 or more"),
         (lambda: DeMo([nn.Parameter(torch.zeros(3).double())], group=Alone()), "must be float32, float16 or bfloat16"),

@@ -334,6 +334,13 @@ def test_a_state_of_something_else_is_refused(training):
         pilot.load_state_dict({})
 
 
+def test_the_first_plan_after_a_checkpoint_says_so(training):
+    run = training(bits_per_s=2e7)
+    for pilot in run.pilots:
+        pilot.load_state_dict({"plan": "", "settled": False})
+    assert "the first plan after a checkpoint" in run.until(lambda pilot: pilot.plan).events[0].what
+
+
 def test_auto_is_public():
     assert gradwire.Auto is Auto
 

@@ -29,7 +29,7 @@ def auto(
         list[str] | None,
         typer.Option(
             "--method",
-            help="A fixed method, beside plain DDP; several times.",
+            help='A fixed method, beside plain DDP; several times. "ddp again" shows what two of the same differ by.',
             autocompletion=complete_method,
             show_default=listed(Settings.methods),
         ),

@@ -181,4 +181,21 @@ def agree(peers: Peers, what: str, tag: int = 0) -> None:
     said = tell(peers, line, tag, _AGREE)
     for rank, told in enumerate(said):
         if told != said[0]:
-            raise PeerError(f"rank {rank} has {told!r}, but rank 0 has {said[0]!r}; all ranks must have the same.")
+            raise PeerError(
+                f"rank {rank} has {told!r}, but rank 0 has {said[0]!r}; all ranks must have the same."
+                f"{_differing(told, said[0])}"
+            )
+
+
+def _differing(one: str, other: str) -> str:
+    """What differs of two long lines, in words.
+
+    >>> _differing("codec int4, seed 1, 3 parameters", "codec int4, seed 2, 3 parameters")
+    " The difference: 'seed 1', not 'seed 2'."
+    """
+    parts = one.rpartition(" (checksum ")[0].split(", "), other.rpartition(" (checksum ")[0].split(", ")
+    parts = (one.split(", "), other.split(", ")) if not all(map(any, parts)) else parts
+    pairs = [(mine, theirs) for mine, theirs in zip(*parts, strict=False) if mine != theirs]
+    if len(parts[0]) < 2 or not pairs:
+        return ""
+    return f" The difference: {', '.join(f'{mine!r}, not {theirs!r}' for mine, theirs in pairs)}."

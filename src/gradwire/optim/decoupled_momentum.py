@@ -13,6 +13,7 @@ from gradwire.codecs import Codec, State
 from gradwire.codecs import codec as codec_of
 from gradwire.collectives import Gather, Peers, Reduced, run
 from gradwire.collectives.base import STAGES
+from gradwire.errors import ConfigError
 from gradwire.optim.rounds import Group, RoundOptimizer
 from gradwire.optim.wrapping import load_groups, require_number, require_whole
 from gradwire.transforms import ErrorFeedback
@@ -105,11 +106,16 @@ class DeMo(RoundOptimizer):
     ) -> None:
         require_number("lr", lr, "0 or more and finite", low=0, high=math.inf)
         require_number("weight_decay", weight_decay, "0 or more and finite", low=0, high=math.inf)
+        require_number("decay", decay, "in (0, 1]", low=0, high=math.nextafter(1, 2), above=True)
+        require_number("density", density, "in (0, 1]", low=0, high=math.nextafter(1, 2), above=True)
         require_whole("chunk", chunk, 16, 4096)
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(params, defaults, seed=seed, timeout_s=timeout_s, join=join)
         sparse = f"blocktopk:{density!r},block={chunk}" + ("" if values == "none" else f"+{values}")
-        self.codec = ErrorFeedback(codec_of(sparse), decay=decay)
+        try:
+            self.codec = ErrorFeedback(codec_of(sparse), decay=decay)
+        except ConfigError as error:
+            raise ConfigError(f"`values` must be a codec such as 'int8', or 'none'; got {values!r} ({error})") from None
         self.chunk = chunk
         self._sizes = [-(-p.numel() // chunk) * chunk for p in self._parameters.values()]
         device = next(iter(self._parameters.values())).device

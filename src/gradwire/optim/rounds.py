@@ -336,6 +336,11 @@ class RoundOptimizer(Optimizer):
             for name, value in mine.items():
                 if state[name] != value:
                     raise ConfigError(f"`state_dict` has {name} {state[name]!r}; this optimizer has {value!r}.")
+        ranks, rounds = [state["rank"] for state in states], sorted({state["shared"]["round"] for state in states})
+        if len(set(ranks)) < len(ranks):
+            raise ConfigError(f"`state_dict` must have the state of every rank that was saved once; got ranks {ranks}.")
+        if len(rounds) > 1:
+            raise ConfigError(f"`state_dict` must have states of one round; got those of rounds {rounds}.")
 
     # What it is, for people.
 
@@ -363,9 +368,9 @@ class RoundWrapper(RoundOptimizer):
         self.param_groups, self.state = self.wrapped.param_groups, self.wrapped.state
 
     def _line(self) -> str:
-        defaults = crc32(repr(sorted(self.wrapped.defaults.items())).encode())
         methods = ", ".join(f"{name} as {exchange.method}" for name, exchange in self._exchanges.items())
-        return f"{type(self.wrapped).__name__} with checksum {defaults:08x}, {methods}"
+        defaults = ", ".join(f"{name}={value!r}" for name, value in sorted(self.wrapped.defaults.items()))
+        return f"{methods}, {type(self.wrapped).__name__} with {defaults}"
 
     @property
     def _in_step(self) -> bool:

@@ -32,6 +32,7 @@ FIRST: Final = "int8"
 """How gradients travel until there is a plan: it suits the first steps of a training anyway."""
 
 _FIRST_PLAN: Final = "the first plan"
+_RESUMED: Final = "the first plan after a checkpoint"
 _log: Final = logging.getLogger(__name__)
 
 _PROFILE_STEPS: Final = 6  # before the first plan; DDP makes its buckets anew after the first
@@ -657,7 +658,7 @@ class Autopilot:
             raise ConfigError(f"`state` must come from state_dict(), with a plan; got {state!r:.80}.")
         self.plan = Plan.from_json(state["plan"]) if state["plan"] else None
         self._situation = self._pace = self._incumbent = None
-        self._recalled = False
+        self._recalled, self._reason = False, _RESUMED
         if state["settled"] and self.plan is not None:
             self._enter(_Phase.CRUISING)
             self._probed = self._tried = self.reducer.step
