@@ -236,7 +236,7 @@ class GradientReducer:
         self._methods: dict[str, Method] = dict.fromkeys(self.parameters, self.method)
         self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
         self._known: dict[tuple[str, ...], tuple[str, int]] = {}  # of buckets
-        self._elsewhere: dict[tuple[str, ...], tuple[Future[Reduced], int]] = {}  # of those somebody else reduces
+        self._elsewhere: dict[Any, tuple[Traffic, list[tuple[tuple[str, ...], str, int]]]] = {}  # of those of a step
         self._end_of_step = math.nan
         self._all_reduced_at = 0.0  # the last one that needed no pipeline
         self._times: StepTimes | None = None  # of the last step
@@ -478,33 +478,33 @@ class GradientReducer:
         ``nonfinite`` is the bucket whose mean holds NaN or Inf, if any does: the step is not taken then, and the error
         is to be raised.
         """
-        now, error, failed = self._now, None, Future[Reduced]()
-        if nonfinite is not None:
+        error, times = None, None
+        self._traffic, known = self._known_elsewhere(tuple(buckets))
+        if nonfinite is None:
+            after, last, rows = self._end_of_step, 0.0, []
+            for (names, label, moved), began, ended in zip(known, ready, done, strict=True):
+                waited = ended - max(last, began)
+                rows.append(BucketTimes(names, began - after, ended - after, label, moved, moved, moved, wire_s=waited))
+                last = ended
+            times = StepTimes(self._step, tuple(rows))
+        else:
             first = buckets[nonfinite][0]
             number = self._places[first]
             where_it_is = where(Key(self.seed, self._step, number))
             error = NonFiniteError(f"{where_it_is}: a rank's gradient holds NaN or Inf. {_begins(number, first)}")
-            failed.set_exception(error)
-        last = 0.0
-        for number, names in enumerate(buckets):
-            moved, numel = self._moved_elsewhere(names)
-            now.results.append(moved if error is None else failed)
-            now.traces.append(Trace(wire_s=done[number] - max(last, ready[number])))
-            now.of_bucket.append(number)
-            now.buckets.append((names, ready[number]))
-            now.ends[number] = last = done[number]
-            now.numel += numel
         self._open = False
+        self._count_step(times, math.nan if times is None else last)
         return error
 
-    def _moved_elsewhere(self, names: tuple[str, ...]) -> tuple[Future[Reduced], int]:
-        """What it takes to reduce a bucket as it is, and its elements; the same in every step."""
-        if names not in self._elsewhere:
-            numel, future = sum(self.parameters[name].numel() for name in names), Future[Reduced]()
-            moved = ring_bytes(numel, self.peers.size)
-            future.set_result(Reduced(_NO_MEAN, {}, moved, moved, moved))
-            self._elsewhere[names] = future, numel
-        return self._elsewhere[names]
+    def _known_elsewhere(
+        self, buckets: tuple[tuple[str, ...], ...]
+    ) -> tuple[Traffic, list[tuple[tuple[str, ...], str, int]]]:
+        """What buckets move that somebody else reduces; looked up once, for steps may be short."""
+        if buckets not in self._elsewhere:
+            known = [(names, *self._known_of(names)) for names in buckets]
+            moved = sum(each for _, _, each in known)
+            self._elsewhere[buckets] = Traffic(moved, moved, moved), known
+        return self._elsewhere[buckets]
 
     def prepare(self) -> None:
         """Have ``between`` called for the next step now, rather than when it begins."""
@@ -541,7 +541,10 @@ class GradientReducer:
         if not taken:
             self._carry |= before.carried
         times = self._times_of(before) if taken else None
-        self._end_of_step = max(before.ends.values()) if times is not None else math.nan
+        self._count_step(times, max(before.ends.values()) if times is not None else math.nan)
+
+    def _count_step(self, times: StepTimes | None, end: float) -> None:
+        self._end_of_step = end
         self._times = times if times is not None and not math.isnan(times.seconds) else None
         self._step += 1
         self._untold.append((self._step, times))
@@ -623,7 +626,7 @@ class GradientReducer:
         if not changed:
             return
         self._methods |= {name: wanted[name] for name in changed}
-        self._known = {}
+        self._known, self._elsewhere = {}, {}
         for names in [names for names in self._plans if not changed.isdisjoint(names)]:
             changed |= set(names)
             for section in self._plans.pop(names):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import NonFiniteError
 from gradwire.kernels import ops
+from gradwire.kernels.select import native
 from gradwire.reducer import GradientReducer
 
 __all__ = ["PlainExchange"]
@@ -160,4 +161,7 @@ def _matched(sizes: Sequence[tuple[str, int]], numels: Sequence[int]) -> Iterato
 
 
 def _is_finite(flat: Tensor) -> bool:
-    return not int(ops.count_nonfinite(flat if flat.dtype == torch.float32 else flat.float()))
+    core = native()
+    if core is not None and flat.dtype == torch.float32:
+        return bool(core.is_finite(flat))
+    return not int(ops.count_nonfinite(flat.float()))

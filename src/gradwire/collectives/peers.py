@@ -138,10 +138,8 @@ def post(peers: Peers, line: str, tag: int, what: str) -> Callable[[], list[str]
     >>> told()
     ['here']
     """
-    mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8, device="cpu")
-    text = line.encode()[:_LINE_BYTES]
-    if text:
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    text = line.encode()[:_LINE_BYTES].ljust(_LINE_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     swap = peers.swap(dict.fromkeys(others(peers), _LINE_BYTES), tag, what)
     for rank in others(peers):
         swap.send(rank, mine)
@@ -149,7 +147,8 @@ def post(peers: Peers, line: str, tag: int, what: str) -> Callable[[], list[str]
     def told() -> list[str]:
         lines = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
         swap.wait()
-        return [bytes(lines[rank].tolist()).rstrip(b"\0").decode(errors="replace") for rank in range(peers.size)]
+        texts = [lines[rank].numpy().tobytes() for rank in range(peers.size)]
+        return [each.rstrip(b"\0").decode(errors="replace") for each in texts]
 
     return told
 
