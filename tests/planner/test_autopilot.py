@@ -184,9 +184,13 @@ def test_steps_that_begin_dense_and_wait_for_it_do_not_go_on_so(training):
     assert flown == ["dense", "dense", "int8", "int8"]
 
 
-def test_quality_zero_is_dense(training):
-    pilot = training(settings=Auto(quality=0.0), bits_per_s=2e7).run(16)
-    assert set(pilot.plan.methods.values()) == {"dense"}
+@pytest.mark.parametrize("patience_s", [0.0, 1.0])
+def test_quality_zero_is_dense_from_the_first_step_on(training, patience_s):
+    run, flown = training(settings=Auto(quality=0.0, patience_s=patience_s), bits_per_s=2e7), set()
+    for _ in range(16):
+        pilot = run.run(1)
+        flown |= set(run.reducers[0].methods.values())
+    assert flown == set(pilot.plan.methods.values()) == {"dense"}
 
 
 def test_gradients_that_no_low_rank_holds_travel_otherwise(training):

@@ -213,7 +213,9 @@ class Autopilot:
         age = step - self._since
         if self._phase is _Phase.PROFILING:
             if self.plan is None and age == 0:
-                if not self._recall() and self.settings.patience_s > 0 and self._dense_s() < _CHEAP_S:
+                if not self._recall() and (
+                    self.settings.quality == 0 or (self.settings.patience_s > 0 and self._dense_s() < _CHEAP_S)
+                ):
                     self._begin_in(DENSE)
             elif self.plan is None and age == _LOOK_STEPS and self.settings.patience_s > 0:
                 self._think_again()
@@ -283,7 +285,7 @@ class Autopilot:
         """Whether to go on in float32, or not, now that steps are known."""
         pace = self._paced()
         if self._all_dense():
-            if pace.waiting_s > _SLOW * pace.seconds:
+            if pace.waiting_s > _SLOW * pace.seconds and self.settings.quality > 0:
                 self._begin_in(FIRST)
         elif self._dense_s() < _FAST * pace.seconds:
             self._begin_in(DENSE)
