@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 from zlib import crc32
 
 import torch
@@ -48,7 +48,8 @@ FEW: Final = 1 << 16
 """Small elements of all ranks up to which they are gathered sooner than summed in two rounds."""
 
 
-_NO_MEAN: Final = torch.empty(0)
+_Buckets: TypeAlias = tuple[tuple[str, ...], ...]  # parameters of each
+
 _PATIENCE_S: Final = 2.0
 """When a reducer is closed, for what is under way, it may be to a rank that is gone."""
 
@@ -236,7 +237,7 @@ class GradientReducer:
         self._methods: dict[str, Method] = dict.fromkeys(self.parameters, self.method)
         self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
         self._known: dict[tuple[str, ...], tuple[str, int]] = {}  # of buckets
-        self._elsewhere: dict[Any, tuple[Traffic, list[tuple[tuple[str, ...], str, int]]]] = {}  # of those of a step
+        self._elsewhere: dict[_Buckets, tuple[Traffic, list[tuple[tuple[str, ...], str, int]]]] = {}  # of a step
         self._end_of_step = math.nan
         self._all_reduced_at = 0.0  # the last one that needed no pipeline
         self._times: StepTimes | None = None  # of the last step
@@ -459,7 +460,7 @@ class GradientReducer:
         return not owed and all(isinstance(how, AllReduce) for how in self._methods.values())
 
     def begin_elsewhere(self) -> int:
-        """Somebody else has begun to reduce the gradients of a step. Tags for what that needs."""
+        """Somebody else has begun to reduce the gradients of a step. Tags for an exchange, if any of it fails."""
         self._pipeline.check()
         self._take_step()
         self._tell()
@@ -473,7 +474,7 @@ class GradientReducer:
         done: Sequence[float],
         nonfinite: int | None = None,
     ) -> NonFiniteError | None:
-        """All of it has arrived: parameters, when they were handed over, and when they were there again.
+        """All of it has arrived, and the step counts: parameters, when they were handed over, and when they were there.
 
         ``nonfinite`` is the bucket whose mean holds NaN or Inf, if any does: the step is not taken then, and the error
         is to be raised.
@@ -496,9 +497,7 @@ class GradientReducer:
         self._count_step(times, math.nan if times is None else last)
         return error
 
-    def _known_elsewhere(
-        self, buckets: tuple[tuple[str, ...], ...]
-    ) -> tuple[Traffic, list[tuple[tuple[str, ...], str, int]]]:
+    def _known_elsewhere(self, buckets: _Buckets) -> tuple[Traffic, list[tuple[tuple[str, ...], str, int]]]:
         """What buckets move that somebody else reduces; looked up once, for steps may be short."""
         if buckets not in self._elsewhere:
             known = [(names, *self._known_of(names)) for names in buckets]
@@ -770,7 +769,9 @@ class GradientReducer:
         if isinstance(state, Sequence):
             state = self._divided(state)
         self._check_state(state)
-        self._now, self._plans, self._known = _Step(), {}, {}
+        self.settle()
+        self._now, self._plans, self._known, self._elsewhere = _Step(), {}, {}, {}
+        self._end_of_step, self._times, self._prepared = math.nan, None, False
         assigned = {name: method(what) for name, what in state.get("assigned", {}).items()}
         self._methods = {**dict.fromkeys(self.parameters, self.method), **assigned}
         self._carry = {name: owed.clone() for name, owed in state.get("carried", {}).items()}

@@ -86,6 +86,8 @@ def answers(folder):
             for name, given in {"default": {}, **OPTIONS}.items()
         },
         "taken_over": ("taken_over", {}),
+        "always_dense": ("always_dense", {}),
+        **{f"ignored_{name}": ("ignored", {"name": name}) for name in ("none", "dense")},
         **{name: ("options", given) for name, given in OPTIONS.items()},
         **{f"unused_{c}": ("unused", {"name": c}) for c in UNUSED},
         **{f"uneven_{c}": ("uneven", {"name": c}) for c in ("dense", "int4", "ef(topk:0.05)", "powersgd:2,start=2")},
@@ -162,6 +164,21 @@ def test_ddps_own_all_reduce_is_watched_until_gradients_travel_otherwise(answers
         assert len(buckets) > 1
         assert rank["after"] == [40, True]
         assert rank["resumed"] == 22
+
+
+def test_quality_zero_is_dense_after_a_checkpoint_too(answers):
+    for rank in without_error(answers["always_dense"]):
+        assert rank == {"flown": ["dense"], "settled": False, "hooks": 0}
+
+
+@pytest.mark.parametrize("codec", ["none", "dense"])
+def test_parameters_that_ddp_ignores_are_left_alone(answers, codec):
+    for rank in without_error(answers[f"ignored_{codec}"]):
+        worst, to_the_bit = rank["same"]
+        assert worst == 0 if codec == "dense" else worst < 1e-6
+        assert to_the_bit or codec != "dense"
+        assert rank["rounds"] == [4, "not finite", 5, "taken"]
+        assert rank["hooks"] == (codec != "dense")
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -32,6 +32,27 @@ def test_the_best_instruction_set_is_in_use():
         _native.use_instruction_set("mmx")
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_found_wherever_it_is(instruction_set, bad):
+    for count in (1, 15, 4096, 4097, 100_003):
+        x = torch.full((count,), -3.4e38)
+        assert native.is_finite(x)
+        for place in {0, count // 2, count - 1}:
+            x[place] = bad
+            assert not native.is_finite(x)
+            x[place] = 0.0
+    assert native.is_finite(torch.empty(0))
+
+
+def test_a_backend_that_was_forced_is_forgotten_again():
+    x, key = torch.tensor([1.0, float("nan")]), {name: kernels.available("cpu")[name] for name in ("divide",)}
+    for backend in ("reference", "native"):
+        with kernels.use(backend):
+            assert kernels.available("cpu")["divide"] == backend
+            assert int(ops.count_nonfinite(x)) == 1
+    assert {name: kernels.available("cpu")[name] for name in key} == key
+
+
 def test_every_op_is_native():
     assert set(kernels.available("cpu").values()) == {"native"}
 

@@ -397,6 +397,8 @@ def test_states_of_several_ranks_are_each_ones_and_of_one_round():
         one.load_state_dict([late[0], late[0]])
     with pytest.raises(ConfigError, match=r"states of one round; got those of rounds \[1, 2\]"):
         one.load_state_dict([late[0], early[1]])
+    with pytest.raises(ConfigError, match=r"got some of \[1, 2\] ranks"):
+        one.load_state_dict([late[0], one.state_dict() | {"rank": 1}])
     one.load_state_dict(late)
     assert one.round == 2
 
@@ -406,7 +408,7 @@ def test_ranks_whose_settings_differ_are_told_which():
         LocalSGD(torch.optim.SGD(Net().parameters(), lr=0.1 * (1 + peers.rank)), every=2, group=peers)
 
     for error in on_every_rank(body, 2):
-        assert "The difference: 'lr=0.2', not 'lr=0.1'." in str(error)
+        assert "The difference: 'lr=0.2' instead of 'lr=0.1'." in str(error)
 
 
 def test_accumulation_is_one_large_batch():

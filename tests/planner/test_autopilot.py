@@ -190,6 +190,7 @@ def test_quality_zero_is_dense_from_the_first_step_on(training, patience_s):
     for _ in range(16):
         pilot = run.run(1)
         flown |= set(run.reducers[0].methods.values())
+        assert not run.reducers[0].on_gradient  # nothing is tried
     assert flown == set(pilot.plan.methods.values()) == {"dense"}
 
 

@@ -539,6 +539,46 @@ def taken_over(rank, steps=20):
     return told | {"parameters": parameters(model)}
 
 
+def ignored(rank, name, steps=4):
+    """Parameters that DDP was told to leave alone, beside plain DDP; NaN in one of the others is found all the same."""
+
+    def make():
+        net = Net()
+        names = ["layers.0.weight", "layers.4.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+        return ddp(net)
+
+    plain, ours = make(), make()
+    compression = gradwire.compress(ours, name, timeout_s=TIMEOUT_S)
+    for model in (plain, ours):
+        train(model, sgd(model), range(steps), rank)
+    same, rounds = [distance(gradients(plain), gradients(ours)), parameters(plain) == parameters(ours)], []
+    for step in (0, 1):
+        rounds.append(compression.rounds)
+        ours.zero_grad()
+        try:
+            (loss_of(ours, step, rank) * (float("nan") if rank == 1 and not step else 1.0)).backward()
+            rounds.append("taken")
+        except gradwire.NonFiniteError:
+            rounds.append("not finite")
+    return {"same": same, "rounds": rounds, "hooks": len(ours._comm_hooks)}
+
+
+def always_dense(rank, steps=4):
+    """``quality`` 0, from the first step on and after the checkpoint of a training that had no plan yet."""
+    settings = gradwire.Auto(quality=0.0, patience_s=0.0)
+    flown = set()
+    model, compression = compressed(settings)
+    train(model, sgd(model), range(2), rank)
+    state = compression.state_dict()
+    again, resumed = compressed(settings)
+    resumed.load_state_dict(state)
+    for step in range(steps):
+        flown |= set(resumed._reducer.methods.values())
+        train(again, sgd(again), [step], rank)
+    return {"flown": sorted(flown), "settled": state["autopilot"]["settled"], "hooks": len(again._comm_hooks)}
+
+
 def two_groups(rank, ranks):
     """Four ranks in two groups, each with a model and a codec of its own; and one model of all four beside."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -578,7 +618,7 @@ CASES = {
     "options": options, "autocast": autocast, "half": half, "compiled": compiled, "nonfinite": nonfinite,
     "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "refusals": refusals,
     "closed": closed, "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
-    "planned": planned, "taken_over": taken_over,
+    "planned": planned, "taken_over": taken_over, "ignored": ignored, "always_dense": always_dense,
 }  # fmt: skip
 OF_RANKS = {
     "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,

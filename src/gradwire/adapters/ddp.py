@@ -86,8 +86,9 @@ def compress(
     peers = connect(model.process_group, timeout_s=timeout_s)
     hosts = find_hosts(peers, tag=1)  # asked by all, so that ranks that want it differently learn so
     auto = Auto() if codec == "auto" else codec if isinstance(codec, Auto) else None
+    ignored = getattr(model, "parameters_to_ignore", ())  # by DDP, because somebody else sees to them
     reducer = GradientReducer(
-        {name: p for name, p in model.module.named_parameters() if p.requires_grad},
+        {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored},
         codec if not isinstance(codec, Auto) and auto is None else FIRST,
         peers,
         seed=seed,
@@ -200,6 +201,8 @@ class Compression:
             own = next((each for each in saved if each["rank"] == self.peers.rank), {})
             same = bool(own) and self.fits(own)
             self._autopilot.load_state_dict(own.get("autopilot", {}) if same else _NO_PLAN)
+        if self._plain is not None:
+            self._reducer.prepare()  # before the next step nobody asks
         self._attach()
 
     # As gradwire.save_checkpoint takes it.

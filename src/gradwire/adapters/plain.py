@@ -41,7 +41,7 @@ class PlainExchange(dist.ProcessGroup):
         self._group, self._model, self._reducer, self._after = group, model, reducer, after
         self._timeout, self._looks = timedelta(seconds=reducer.peers.timeout_s), reducer.nonfinite == "raise"
         self._numel = self._left = sum(parameter.numel() for parameter in reducer.parameters.values())
-        self._tag = 0  # of the step
+        self._tag, self._ends = 0, False  # of the step: for an exchange if it fails; whether its end is awaited
         # Caches are full of the model: the fewer objects these are the better.
         self._buckets: list[Tensor] = []  # of the step so far
         self._works: list[dist.Work] = []
@@ -57,8 +57,9 @@ class PlainExchange(dist.ProcessGroup):
         python_reducer = getattr(model, "_use_python_reducer", False)
         late = getattr(model, "_delay_all_reduce_params", ())
         here = all(parameter.device.type == "cpu" for parameter in reducer.parameters.values())
+        sparse = any(getattr(module, "sparse", False) for module in model.module.modules())  # an embedding's gradients
         known = hasattr(model.reducer, _REPLACE) and isinstance(reducer.peers, ProcessPeers)
-        return here and known and not late and not python_reducer
+        return here and known and not late and not python_reducer and not sparse
 
     def leave(self) -> None:
         """Give the model its own group back."""
@@ -80,13 +81,25 @@ class PlainExchange(dist.ProcessGroup):
             raise self._error
         if not self._works:
             self._tag = self._reducer.begin_elsewhere()
-        self._ready.append(time.perf_counter())
-        self._works.append(work := self._group.allreduce(tensors, *options))
+        ready = time.perf_counter()
+        try:
+            work = self._group.allreduce(tensors, *options)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        self._works.append(work)
+        self._ready.append(ready)
         self._buckets.append(bucket)
         self._left -= bucket.numel()
-        if self._left <= 0:
+        if self._left <= 0 and not self._ends:
+            self._ends = True
             self._when_backward_ends()
         return work
+
+    def _failed(self, error: RuntimeError) -> BaseException:
+        peers = self._reducer.peers
+        assert isinstance(peers, ProcessPeers)
+        self._error = peers.failed(error, self._tag)
+        return self._error
 
     def _when_backward_ends(self) -> None:
         queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -103,23 +116,20 @@ class PlainExchange(dist.ProcessGroup):
 
     def _wait(self) -> None:
         nonfinite, done = None, list[float]()
-        try:
-            for place, (work, bucket) in enumerate(zip(self._works, self._buckets, strict=True)):
+        for place, (work, bucket) in enumerate(zip(self._works, self._buckets, strict=True)):
+            try:
                 work.wait(self._timeout)
-                done.append(time.perf_counter())
-                # While others are still on their way.
-                if self._looks and nonfinite is None and not _is_finite(bucket):
-                    nonfinite = place
-        except RuntimeError as error:
-            peers = self._reducer.peers
-            assert isinstance(peers, ProcessPeers)
-            self._error = peers.failed(error, self._tag)
-            raise self._error from error
-        except BaseException as error:
-            self._error = error
-            raise
+            except RuntimeError as error:
+                raise self._failed(error) from error
+            except BaseException as error:  # such as Ctrl-C: the step is lost
+                self._error = error
+                raise
+            done.append(time.perf_counter())
+            # While others are still on their way.
+            if self._looks and nonfinite is None and not _is_finite(bucket):
+                nonfinite = place
         names, ready = self._layout(tuple([bucket.numel() for bucket in self._buckets])), self._ready
-        self._works, self._buckets, self._ready, self._left = [], [], [], self._numel
+        self._works, self._buckets, self._ready, self._left, self._ends = [], [], [], self._numel, False
         if len(names) < len(done):  # nobody knows which is which
             ready, done, nonfinite = ready[-1:], done[-1:], nonfinite and 0
         self._nonfinite = self._reducer.end_elsewhere(names, ready, done, nonfinite)

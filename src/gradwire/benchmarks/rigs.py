@@ -33,7 +33,7 @@ from gradwire.optim.elementwise import settings_of
 from gradwire.planner import Event, Plan
 from gradwire.tasks import Task
 
-__all__ = ["AUTO", "COMPUTE", "SHARDING_PEERS", "Rig", "check_method", "make_rig", "powersgd_of"]
+__all__ = ["AGAIN", "AUTO", "COMPUTE", "SHARDING_PEERS", "Rig", "check_method", "make_rig", "powersgd_of"]
 
 COMPUTE: Final = "compute only"
 """The method that sends nothing."""
@@ -44,7 +44,8 @@ AUTO: Final = "auto"
 SHARDING_PEERS: Final = ("zero", "deepspeed 1", "deepspeed 2")
 """Optimizers whose state is sharded: torch's ZeroRedundancyOptimizer in DDP, and DeepSpeed's stages."""
 
-_AGAIN: Final = " again"  # after a method's name: the same once more, which shows what a comparison can tell
+AGAIN: Final = " again"
+"""After a method's name: the same once more, which shows what a comparison can tell."""
 
 _ROUNDS: Final = re.compile(r"(accumulate|localsgd|diloco|demo)(?::(.*))?")
 _SHARDED: Final = re.compile(r"sharded (0?\.\d+|1)(?: stage (\d))?")
@@ -71,13 +72,13 @@ class Rig:
 
 def powersgd_of(name: str) -> PowerSGD | None:
     """The PowerSGD a name stands for, if it is one of ours."""
-    how = method(name.removesuffix(_AGAIN)) if _is_codec(name) else None
+    name = name.removesuffix(AGAIN)
+    how = method(name) if _is_codec(name) else None
     return how if isinstance(how, PowerSGD) else None
 
 
 def _is_codec(name: str) -> bool:
     """Whether a name is that of a codec, or should be."""
-    name = name.removesuffix(_AGAIN)
     others = (AUTO, *hooks.PEERS, *SHARDING_PEERS)
     return name not in others and not any(kind.fullmatch(name) for kind in (_SHARDED, _ROUNDS, TORCHFT))
 
@@ -89,7 +90,9 @@ def check_method(name: str) -> None:
     >>> check_method("diloco:every=20,codec=int4")
     >>> check_method("ddp again")  # the same method a second time: how far apart are these two?
     """
-    name = name.removesuffix(_AGAIN)
+    if name == AUTO + AGAIN:
+        raise ConfigError(f"`--method` must not be {name!r}: what 'auto' finds, the other one would take up.")
+    name = name.removesuffix(AGAIN)
     if rounds := _ROUNDS.fullmatch(name):
         _options(rounds[1], rounds[2])
     if _is_codec(name):
@@ -101,7 +104,7 @@ def check_method(name: str) -> None:
 @contextmanager
 def make_rig(task: Task, name: str, start: int | None) -> Iterator[Rig]:
     """A fresh training by a method; ``start`` is the step at which PowerSGD begins, if it is not to be its own."""
-    name = name.removesuffix(_AGAIN)
+    name = name.removesuffix(AGAIN)
     model = task.model()
     sharded = _SHARDED.fullmatch(name)
     if name == COMPUTE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -15,6 +16,7 @@ from gradwire.errors import PeerError
 __all__ = ["Peers", "Swap", "Team", "agree", "others", "post", "share", "tell"]
 
 _LINE_BYTES: Final = 512
+_BETWEEN_PARTS: Final = re.compile(r", (?![^(\[]*[)\]])")  # commas outside of brackets
 _AGREE: Final = "the agreement of all ranks"
 
 
@@ -189,12 +191,14 @@ def agree(peers: Peers, what: str, tag: int = 0) -> None:
 def _differing(one: str, other: str) -> str:
     """What differs of two long lines, in words.
 
-    >>> _differing("codec int4, seed 1, 3 parameters", "codec int4, seed 2, 3 parameters")
-    " The difference: 'seed 1', not 'seed 2'."
+    >>> _differing("int4, seed 1, lr=(0.1, 0.9) (checksum 12)", "int4, seed 1, lr=(0.1, 0.8) (checksum 34)")
+    " The difference: 'lr=(0.1, 0.9)' instead of 'lr=(0.1, 0.8)'."
+    >>> _differing("int4, hierarchical, seed 1", "int4, seed 1")
+    " The difference: 'hierarchical' instead of nothing."
     """
-    parts = one.rpartition(" (checksum ")[0].split(", "), other.rpartition(" (checksum ")[0].split(", ")
-    parts = (one.split(", "), other.split(", ")) if not all(map(any, parts)) else parts
-    pairs = [(mine, theirs) for mine, theirs in zip(*parts, strict=False) if mine != theirs]
-    if len(parts[0]) < 2 or not pairs:
+    mine, theirs = (_BETWEEN_PARTS.split(line.partition(" (checksum ")[0]) for line in (one, other))
+    only = [[part for part in here if part not in there] for here, there in ((mine, theirs), (theirs, mine))]
+    if max(len(mine), len(theirs)) < 2 or not any(only):
         return ""
-    return f" The difference: {', '.join(f'{mine!r}, not {theirs!r}' for mine, theirs in pairs)}."
+    words = [", ".join(map(repr, each)) or "nothing" for each in only]
+    return f" The difference: {words[0]} instead of {words[1]}."

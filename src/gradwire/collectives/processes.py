@@ -128,9 +128,9 @@ class ProcessPeers(ABC):
             work = dist.all_reduce(x, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self.failed(error, tag) from error
-        return lambda: self.await_all_reduce(work, x, tag)
+        return lambda: self._await_all_reduce(work, x, tag)
 
-    def await_all_reduce(self, work: dist.Work | None, x: Tensor, tag: int) -> None:
+    def _await_all_reduce(self, work: dist.Work | None, x: Tensor, tag: int) -> None:
         """Wait for one that was started in the group."""
         try:
             if work is not None:

@@ -109,9 +109,9 @@ def op(signature: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(signature)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = _device_type(kwargs.get("device", args[0]))
-        if (function := chosen.get((device, _forced.get()))) is None:
-            function = chosen[device, _forced.get()] = implementation(name, device)[1]
+        where = _device_type(kwargs.get("device", args[0])), _forced.get()
+        if (function := chosen.get(where)) is None:
+            function = chosen[where] = implementation(name, where[0])[1]
         return function(*args, **kwargs)
 
     return run

@@ -339,6 +339,8 @@ class RoundOptimizer(Optimizer):
         ranks, rounds = [state["rank"] for state in states], sorted({state["shared"]["round"] for state in states})
         if len(set(ranks)) < len(ranks):
             raise ConfigError(f"`state_dict` must have the state of every rank that was saved once; got ranks {ranks}.")
+        if len(sizes := sorted({state["ranks"] for state in states})) > 1:
+            raise ConfigError(f"`state_dict` must have states of as many ranks; got some of {sizes} ranks.")
         if len(rounds) > 1:
             raise ConfigError(f"`state_dict` must have states of one round; got those of rounds {rounds}.")
 

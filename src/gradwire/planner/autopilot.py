@@ -89,15 +89,24 @@ class Auto:
         if not several or not all(isinstance(each, str) for each in self.candidates):
             raise ConfigError(f"`candidates` must be a tuple of strings such as 'int4'; got {self.candidates!r}.")
         everything = dict.fromkeys([DENSE, *(str(method(each)) for each in self.candidates)])
-        object.__setattr__(self, "candidates", tuple(everything))
         if not isinstance(self.quality, int | float) or not 0 <= self.quality <= 1:
             raise ConfigError(f"`quality` must be from 0 to 1; got {self.quality!r}.")
+        object.__setattr__(self, "candidates", tuple(everything) if self.quality > 0 else (DENSE,))
         if not isinstance(self.review_every, int) or self.review_every < _WINDOW:
             raise ConfigError(
                 f"`review_every` must be a whole number of at least {_WINDOW}; got {self.review_every!r}."
             )
         if not isinstance(self.patience_s, int | float) or not 0 <= self.patience_s < math.inf:
             raise ConfigError(f"`patience_s` must be 0 or more, and finite; got {self.patience_s!r}.")
+
+    @property
+    def first(self) -> str:
+        """How gradients travel until more is known.
+
+        >>> Auto().first, Auto(quality=0).first
+        ('int8', 'dense')
+        """
+        return FIRST if len(self.candidates) > 1 else DENSE
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,7 @@ class Autopilot:
         self._forbidden: dict[str, int] = {}  # methods, until a step
         self._cache = PlanCache(reducer.parameters, reducer.peers.size)
         self._loss, self._best_loss, self._bad_losses = math.nan, math.inf, 0
+        reducer.assign(dict.fromkeys(reducer.parameters, settings.first))
         reducer.between = self._between
 
     @property
@@ -213,9 +223,7 @@ class Autopilot:
         age = step - self._since
         if self._phase is _Phase.PROFILING:
             if self.plan is None and age == 0:
-                if not self._recall() and (
-                    self.settings.quality == 0 or (self.settings.patience_s > 0 and self._dense_s() < _CHEAP_S)
-                ):
+                if not self._recall() and self.settings.patience_s > 0 and self._dense_s() < _CHEAP_S:
                     self._begin_in(DENSE)
             elif self.plan is None and age == _LOOK_STEPS and self.settings.patience_s > 0:
                 self._think_again()
@@ -285,8 +293,8 @@ class Autopilot:
         """Whether to go on in float32, or not, now that steps are known."""
         pace = self._paced()
         if self._all_dense():
-            if pace.waiting_s > _SLOW * pace.seconds and self.settings.quality > 0:
-                self._begin_in(FIRST)
+            if pace.waiting_s > _SLOW * pace.seconds:
+                self._begin_in(self.settings.first)
         elif self._dense_s() < _FAST * pace.seconds:
             self._begin_in(DENSE)
 
@@ -300,7 +308,7 @@ class Autopilot:
     def _stay_dense_or_try(self) -> None:
         """A plan without any trials, as long as there is nothing to be gained by them."""
         pace = self._paced()
-        if pace.gains_something(self.settings.patience_s):
+        if self.settings.first != DENSE and pace.gains_something(self.settings.patience_s):
             self._start_capture()
             return
         share = f"{pace.waiting_s / pace.seconds:.0%} of a step waits for the network"
@@ -665,7 +673,7 @@ class Autopilot:
             self._enter(_Phase.CRUISING)
             self._probed = self._tried = self.reducer.step
         else:
-            self.reducer.assign(dict.fromkeys(self.reducer.parameters, FIRST))
+            self.reducer.assign(dict.fromkeys(self.reducer.parameters, self.settings.first))
             self._enter(_Phase.PROFILING)
 
 
