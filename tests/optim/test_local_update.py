@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire import ConfigError, DeMo, DiLoCo, LocalAccumulation, LocalSGD, NonFiniteError
+from gradwire import ConfigError, DeMo, DiLoCo, LocalAccumulation, LocalSGD, NonFiniteError, PeerError
 from gradwire.collectives.loopback import Alone, Loopback
 from gradwire.optim.decoupled_momentum import cosines
 from gradwire.optim.local_update import _Schedule
@@ -397,18 +397,79 @@ def test_states_of_several_ranks_are_each_ones_and_of_one_round():
         one.load_state_dict([late[0], late[0]])
     with pytest.raises(ConfigError, match=r"states of one round; got those of rounds \[1, 2\]"):
         one.load_state_dict([late[0], early[1]])
+    with pytest.raises(ConfigError, match=r"the states of all 3 ranks that were saved, or of one; got ranks \[0, 1\]"):
+        one.load_state_dict([{**each, "ranks": 3} for each in late])
     with pytest.raises(ConfigError, match=r"got some of \[1, 2\] ranks"):
         one.load_state_dict([late[0], one.state_dict() | {"rank": 1}])
     one.load_state_dict(late)
     assert one.round == 2
 
 
-def test_ranks_whose_settings_differ_are_told_which():
-    def body(peers):
-        LocalSGD(torch.optim.SGD(Net().parameters(), lr=0.1 * (1 + peers.rank)), every=2, group=peers)
+@pytest.mark.parametrize(
+    ("make", "difference"),
+    [
+        (lambda inner, peers: LocalSGD(inner(0.1 * (1 + peers.rank)), every=2, group=peers), "'lr=0.2'{}'lr=0.1'"),
+        (lambda inner, peers: DiLoCo(inner(), every=2 + peers.rank, group=peers), "'every=3'{}'every=2'"),
+        (lambda inner, peers: LocalAccumulation(inner(), 2 + peers.rank, group=peers), "'every=3'{}'every=2'"),
+        (lambda inner, peers: DeMo(Net().parameters(), lr=0.1 * (1 + peers.rank), group=peers), "'lr=0.2'{}'lr=0.1'"),
+    ],
+)
+def test_ranks_whose_settings_differ_are_told_which(make, difference):
+    def inner(lr=1e-3):
+        return torch.optim.AdamW(Net().parameters(), lr=lr)
 
-    for error in on_every_rank(body, 2):
-        assert "The difference: 'lr=0.2' instead of 'lr=0.1'." in str(error)
+    for error in on_every_rank(lambda peers: make(inner, peers), 2):
+        assert f"The difference: {difference.format(' instead of ')}." in str(error)
+
+
+WRAPPERS = {
+    "localsgd": lambda inner, peers: LocalSGD(inner, every=2, codec="ef(int2)", group=peers),
+    "diloco": lambda inner, peers: DiLoCo(inner, every=2, fragments=2, overlap=1, group=peers),
+    "accumulation": lambda inner, peers: LocalAccumulation(inner, every=2, group=peers),
+    "demo": lambda inner, peers: DeMo(inner.param_groups[0]["params"], lr=0.01, group=peers),
+}
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_state_of_one_rank_is_enough_for_all_of_as_many(kind, flushes):
+    def before(peers):
+        model = Net()
+        optimizer = WRAPPERS[kind](sgd(model), peers)
+        steps_of(model, optimizer, peers.rank, range(4))
+        if flushes and hasattr(optimizer, "flush"):
+            optimizer.flush()
+        elif hasattr(optimizer, "synchronize"):
+            optimizer.synchronize()
+        return to_bytes(optimizer.state_dict())
+
+    saved = results(on_every_rank(before, 2))
+
+    def after(peers):
+        model = Net()
+        optimizer = WRAPPERS[kind](sgd(model), peers)
+        optimizer.load_state_dict(from_bytes(saved[0]))
+        steps_of(model, optimizer, peers.rank, range(4, 8))
+        if hasattr(optimizer, "synchronize"):
+            optimizer.synchronize()
+        return flat(model)
+
+    one, other = results(on_every_rank(after, 2))
+    assert torch.equal(one, other)
+    assert one.isfinite().all()
+
+
+def test_a_state_that_one_rank_cannot_take_is_an_error_on_all():
+    def body(peers):
+        optimizer = LocalSGD(sgd(Net()), every=2, group=peers)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state if peers.rank != 1 else {**state, "kind": "DiLoCo"})
+
+    errors = on_every_rank(body, 3)
+    assert "kind 'DiLoCo'" in str(errors[1])
+    for rank in (0, 2):
+        assert isinstance(errors[rank], PeerError)
+        assert "rank 1 cannot take the state it was given: `state_dict` has kind 'DiLoCo'" in str(errors[rank])
 
 
 def test_accumulation_is_one_large_batch():

@@ -147,7 +147,7 @@ class Compression:
 
     @property
     def plan(self) -> Plan | None:
-        """What ``auto`` has decided; None before that, and without ``auto``."""
+        """What ``auto`` has decided; None before the first plan, after :meth:`hold`, and without ``auto``."""
         return self._autopilot.plan if self._autopilot is not None else None
 
     @property

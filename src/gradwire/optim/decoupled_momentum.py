@@ -125,7 +125,7 @@ class DeMo(RoundOptimizer):
         self._meet(group)
 
     def _line(self) -> str:
-        return f"{self.codec}"
+        return ", ".join([f"{self.codec}", *(f"{name}={value!r}" for name, value in self.defaults.items())])
 
     def _advance(self) -> None:
         reduced = self._momentum.reduce(self._frequencies(), self.round)

@@ -60,7 +60,7 @@ class LocalAccumulation(RoundWrapper):
         self._meet(group)
 
     def _line(self) -> str:
-        return f"{super()._line()}, every {self.every}"
+        return f"every={self.every}, {super()._line()}"
 
     @property
     def _in_step(self) -> bool:

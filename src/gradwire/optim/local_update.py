@@ -112,7 +112,8 @@ class _LocalUpdates(RoundWrapper):
         self._meet(group)
 
     def _line(self) -> str:
-        return f"{super()._line()}, {self._schedule}, {self._outer}"
+        settings = vars(self._schedule) | {f"outer {name}": value for name, value in vars(self._outer).items()}
+        return ", ".join([*(f"{name}={value!r}" for name, value in settings.items()), super()._line()])
 
     @property
     def agreed(self) -> list[Tensor]:

@@ -38,7 +38,8 @@ __all__ = ["Group", "RoundOptimizer", "RoundTraffic", "RoundWrapper"]
 Group: TypeAlias = dist.ProcessGroup | Peers | None
 """Whose ranks train together: a process group, all ranks if it is None, or any other peers."""
 
-_ROLL_CALL, _SIZE, _STATE, _LOADED = 1, 2, 3, 4  # tags
+_ROLL_CALL, _SIZE, _STATE, _LOADING, _LOADED = 1, 2, 3, 4, 5  # tags
+_OWN: Final = "its own state"
 _NOBODY: Final = -1  # the round of a rank that has only just come
 
 
@@ -181,7 +182,7 @@ class RoundOptimizer(Optimizer):
         checksum = crc32(repr(shapes).encode())
         agree(
             self.peers,
-            f"{type(self).__name__}: {self._line()}, seed {self._seed}, {len(shapes)} parameters with checksum "
+            f"{type(self).__name__}, {self._line()}, seed {self._seed}, {len(shapes)} parameters with checksum "
             f"{checksum:08x}",
         )
         self._catch_up()
@@ -295,13 +296,12 @@ class RoundOptimizer(Optimizer):
 
         With another number of ranks, give the states of all ranks that were saved, in a list, between two rounds: what
         compression has not sent yet is shared among all. From one rank's state alone the others' part of that is lost;
-        call ``flush()`` before saving where there is one.
+        call ``flush()`` before saving where there is one. A state that one rank cannot take is an error on all.
         """
         self._check_open()
         states: list[Any] = list(state_dict) if isinstance(state_dict, list | tuple) else [state_dict]
-        self._check_states(states)
         me, size = self.peers.rank, self.peers.size
-        same = [state for state in states if (state["rank"], state["ranks"]) == (me, size)]
+        same = self._find_own(states)
         mine = same[0] if same else states[me % len(states)]
         if not same and any(state["unshared"] for state in states):
             raise ConfigError(
@@ -325,6 +325,22 @@ class RoundOptimizer(Optimizer):
             setattr(self, f"_{name}", int(mine[name]))
         agree(self.peers, f"the state of round {self.round} and step {self.steps}", _LOADED)
 
+    def _find_own(self, states: Sequence[Any]) -> list[Any]:
+        """This rank's own state, if every rank was given its own. A state that one rank cannot take is told to all."""
+        me, refused, own = (self.peers.rank, self.peers.size), None, list[Any]()
+        try:
+            self._check_states(states)
+            own = [state for state in states if (state["rank"], state["ranks"]) == me]
+        except ConfigError as error:
+            refused = error
+        told = tell(self.peers, str(refused or (_OWN if own else "another's")), _LOADING, "the loading of states")
+        if refused is not None:
+            raise refused
+        for rank, words in enumerate(told):
+            if words not in (_OWN, "another's"):
+                raise PeerError(f"rank {rank} cannot take the state it was given: {words}")
+        return own if set(told) == {_OWN} else []  # one rank cannot go on in the middle where the others begin
+
     def _check_states(self, states: Sequence[Any]) -> None:
         expected = {"format", "kind", "shapes", "rank", "ranks", "shared", "own", "unshared", "exchanges", "generation"}
         for state in states or [None]:
@@ -341,6 +357,9 @@ class RoundOptimizer(Optimizer):
             raise ConfigError(f"`state_dict` must have the state of every rank that was saved once; got ranks {ranks}.")
         if len(sizes := sorted({state["ranks"] for state in states})) > 1:
             raise ConfigError(f"`state_dict` must have states of as many ranks; got some of {sizes} ranks.")
+        if len(states) not in (1, sizes[0]):
+            words = f"the states of all {sizes[0]} ranks that were saved, or of one"
+            raise ConfigError(f"`state_dict` must have {words}; got ranks {ranks}.")
         if len(rounds) > 1:
             raise ConfigError(f"`state_dict` must have states of one round; got those of rounds {rounds}.")
 

@@ -170,7 +170,8 @@ class Autopilot:
     """
 
     def __init__(self, reducer: GradientReducer, settings: Auto, hosts: tuple[int, ...] = ()) -> None:
-        agree(reducer.peers, f"{settings}", reducer.next_tags())
+        words = ", ".join(f"{name} {value!r}" for name, value in vars(settings).items())
+        agree(reducer.peers, f"auto with {words}", reducer.next_tags())
         self.reducer, self.settings, self.hosts = reducer, settings, hosts
         self.plan: Plan | None = None
         self.events: list[Event] = []
@@ -208,7 +209,7 @@ class Autopilot:
 
     def hold(self, what: str) -> None:
         """Plan no more; from the next step on everything travels by one method. Every rank calls it."""
-        self.reducer.between = None
+        self.reducer.between, self.plan = None, None
         self._stop_capture()
         self.reducer.assign(dict.fromkeys(self.reducer.parameters, what))
         self._say(f"held: everything travels as {what} from now on")
