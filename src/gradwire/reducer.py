@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 from zlib import crc32
 
 import torch
@@ -47,8 +47,6 @@ SMALL: Final = 4096
 FEW: Final = 1 << 16
 """Small elements of all ranks up to which they are gathered sooner than summed in two rounds."""
 
-
-_Buckets: TypeAlias = tuple[tuple[str, ...], ...]  # parameters of each
 
 _PATIENCE_S: Final = 2.0
 """When a reducer is closed, for what is under way, it may be to a rank that is gone."""
@@ -237,7 +235,6 @@ class GradientReducer:
         self._methods: dict[str, Method] = dict.fromkeys(self.parameters, self.method)
         self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
         self._known: dict[tuple[str, ...], tuple[str, int]] = {}  # of buckets
-        self._elsewhere: dict[_Buckets, tuple[Traffic, list[tuple[tuple[str, ...], str, int]]]] = {}  # of a step
         self._end_of_step = math.nan
         self._all_reduced_at = 0.0  # the last one that needed no pipeline
         self._times: StepTimes | None = None  # of the last step
@@ -480,10 +477,12 @@ class GradientReducer:
         is to be raised.
         """
         error, times = None, None
-        self._traffic, known = self._known_elsewhere(tuple(buckets))
+        known = [self._known_of(names) for names in buckets]
+        total = sum(moved for _, moved in known)
+        self._traffic = Traffic(total, total, total)
         if nonfinite is None:
             after, last, rows = self._end_of_step, 0.0, []
-            for (names, label, moved), began, ended in zip(known, ready, done, strict=True):
+            for names, (label, moved), began, ended in zip(buckets, known, ready, done, strict=True):
                 waited = ended - max(last, began)
                 rows.append(BucketTimes(names, began - after, ended - after, label, moved, moved, moved, wire_s=waited))
                 last = ended
@@ -496,14 +495,6 @@ class GradientReducer:
         self._open = False
         self._count_step(times, math.nan if times is None else last)
         return error
-
-    def _known_elsewhere(self, buckets: _Buckets) -> tuple[Traffic, list[tuple[tuple[str, ...], str, int]]]:
-        """What buckets move that somebody else reduces; looked up once, for steps may be short."""
-        if buckets not in self._elsewhere:
-            known = [(names, *self._known_of(names)) for names in buckets]
-            moved = sum(each for _, _, each in known)
-            self._elsewhere[buckets] = Traffic(moved, moved, moved), known
-        return self._elsewhere[buckets]
 
     def prepare(self) -> None:
         """Have ``between`` called for the next step now, rather than when it begins."""
@@ -625,7 +616,7 @@ class GradientReducer:
         if not changed:
             return
         self._methods |= {name: wanted[name] for name in changed}
-        self._known, self._elsewhere = {}, {}
+        self._known = {}
         for names in [names for names in self._plans if not changed.isdisjoint(names)]:
             changed |= set(names)
             for section in self._plans.pop(names):
@@ -770,7 +761,7 @@ class GradientReducer:
             state = self._divided(state)
         self._check_state(state)
         self.settle()
-        self._now, self._plans, self._known, self._elsewhere = _Step(), {}, {}, {}
+        self._now, self._plans, self._known = _Step(), {}, {}
         self._end_of_step, self._times, self._prepared = math.nan, None, False
         assigned = {name: method(what) for name, what in state.get("assigned", {}).items()}
         self._methods = {**dict.fromkeys(self.parameters, self.method), **assigned}

@@ -39,7 +39,8 @@ class PlainExchange(dist.ProcessGroup):
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         assert isinstance(reducer.peers, ProcessPeers)  # as it can be watched
         self._group, self._model, self._reducer, self._after = group, model, reducer, after
-        self._timeout, self._looks = timedelta(seconds=reducer.peers.timeout_s), reducer.nonfinite == "raise"
+        self._peers, self._timeout = reducer.peers, timedelta(seconds=reducer.peers.timeout_s)
+        self._looks = reducer.nonfinite == "raise"
         self._numel = self._left = sum(parameter.numel() for parameter in reducer.parameters.values())
         self._tag, self._ends = 0, False  # of the step: for an exchange if it fails; whether its end is awaited
         # Caches are full of the model: the fewer objects these are the better.
@@ -96,9 +97,7 @@ class PlainExchange(dist.ProcessGroup):
         return work
 
     def _failed(self, error: RuntimeError) -> BaseException:
-        peers = self._reducer.peers
-        assert isinstance(peers, ProcessPeers)
-        self._error = peers.failed(error, self._tag)
+        self._error = self._peers.failed(error, self._tag)
         return self._error
 
     def _when_backward_ends(self) -> None:
