@@ -1164,4 +1164,4 @@ def harmless(data):
         request = messages()["ManageRequest"].FromString(data)
     except Exception:
         return True
-    return not request.drain and request.mode not in ("descent", "ascent")
+    return not request.drain and request.mode.lower() not in ("descent", "ascent")

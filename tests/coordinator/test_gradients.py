@@ -45,6 +45,15 @@ def test_ascent_adds_them():
     assert applied(coordinator(mode="ascent"), torch.ones(3), torch.ones(3)).tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("mode", ["Descent", "DESCENT", "Ascent", "aScENT"])
+def test_a_mode_is_accepted_in_any_case(mode):
+    expected = [-1.0] * 3 if mode.lower() == "descent" else [1.0] * 3
+    assert applied(coordinator(mode=mode), torch.ones(3)).tolist() == expected
+    changed = coordinator(mode="descent" if mode.lower() == "ascent" else "ascent")
+    changed.set_parameters(mode)
+    assert applied(changed, torch.ones(3)).tolist() == expected
+
+
 def test_start_without_parameters_is_an_error():
     with pytest.raises(ConfigError, match="there are no parameters: call set_model_parameters first"):
         DistributedGradientsCoordinator().start()
@@ -372,7 +381,11 @@ def test_metrics():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gradient_change_mode": "sideways"}, "`gradient_change_mode` must be 'descent' or 'ascent'; got 'sideways'"),
+        (
+            {"gradient_change_mode": "sideways"},
+            "`gradient_change_mode` must be 'descent' or 'ascent', in any case; got 'sideways'",
+        ),
+        ({"gradient_change_mode": None}, "`gradient_change_mode` must be 'descent' or 'ascent', in any case; got None"),
         ({"learning_rate": 0}, "`learning_rate` must be above 0; got 0"),
         ({"average_over": 0}, "`average_over` must be a whole number of at least 1; got 0"),
         ({"max_queue": 0}, "`max_queue` must be at least 1, or None; got 0"),

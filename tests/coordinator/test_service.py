@@ -82,6 +82,30 @@ def test_modes_and_averages():
             assert torch.equal(client.read()[1]["w"], torch.ones(2))
 
 
+def test_a_mode_is_accepted_in_any_case_and_kept_in_lower_case(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text(f"""address = "{LOCAL}"\nmodel.mode = "Ascent"\ndurability.folder = "{tmp_path / "kept"}"\n""")
+    settings = load_settings(file)
+    assert settings.model.mode == ModelRules(mode="ASCENT").mode == "ascent"
+    with serve(settings, parameters={"w": torch.zeros(2)}) as server:
+        with (
+            CoordinatorClient(server.address, codec="none") as client,
+            grpc.insecure_channel(server.address) as channel,
+        ):
+            client.add_gradients({"w": torch.ones(2)})
+            client.set_parameters("Descent")
+            client.add_gradients({"w": torch.full((2,), 3.0)})
+            known = messages()
+            manage = channel.unary_unary(method("Manage"), lambda request: request.SerializeToString())
+            manage(known["ManageRequest"](mode="ASCENT"))  # as a client in another language may write it
+            client.add_gradients({"w": torch.full((2,), 10.0)})
+            assert client.read()[1]["w"].tolist() == [8.0, 8.0]
+            describe = channel.unary_unary(method("Describe"), lambda request: request.SerializeToString())
+            assert known["Description"].FromString(describe(known["DescribeRequest"]())).mode == "ascent"
+            with pytest.raises(grpc.RpcError, match="`mode` must be 'descent' or 'ascent', in any case; got 'up'"):
+                manage(known["ManageRequest"](mode="up"))
+
+
 def test_an_optimizer_by_name_or_by_function():
     expected = torch.nn.Parameter(torch.zeros(5))
     optimizer = torch.optim.Adam([expected], lr=0.1)
@@ -463,6 +487,7 @@ def test_classes_of_inner_messages_are_not_collected():
         ('address = "0.0.0.0:7070"', "others can reach, and nobody would be asked"),
         ('[durability]\nfsync = "never"', "`durability.fsync` must be one of each, interval, off; got 'never'"),
         ("[staleness]\nbound = -1", "`bound` of staleness must be a whole number"),
+        ('[model]\nmode = "up"', "`mode` must be 'descent' or 'ascent', in any case; got 'up'"),
         ("[model]\naverage_over = 0", "`average_over` must be a whole number of at least 1; got 0"),
         ("[model]\nlearning_rate = nan", "`learning_rate` must be above 0; got nan"),
         ('[durability]\nfolder = ""', "`folder` must name a folder"),

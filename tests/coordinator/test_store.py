@@ -96,6 +96,13 @@ def test_a_push_that_is_sent_again_is_applied_once(tmp_path):
         same(store.read(), before)
 
 
+def test_the_mode_of_a_push_is_the_same_in_any_case(tmp_path):
+    for folder in (tmp_path, tmp_path):  # the second replays what the first has applied
+        with Store(folder, Model, {"w": torch.zeros(2)}) as store:
+            store.push(Push("a", 1, {"w": gradwire.encode(torch.ones(2), "none")}, mode="Ascent"))
+            assert store.read()[1]["w"].tolist() == [1.0, 1.0]
+
+
 def test_bad_pushes_are_refused_before_they_are_written(tmp_path):
     with Store(tmp_path, lambda p: Model(p, staleness=Staleness(bound=1)), START) as store:
         for _ in range(3):

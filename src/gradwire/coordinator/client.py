@@ -25,7 +25,7 @@ from gradwire.coordinator.pieces import Piece, cut, joined, pieces_of
 from gradwire.coordinator.protocol import messages
 from gradwire.coordinator.protocol.parts import SMALL_BYTES, Frames, announced, parts
 from gradwire.coordinator.push import exact
-from gradwire.coordinator.rules import GradientChangeMode, check_mode
+from gradwire.coordinator.rules import check_mode
 from gradwire.coordinator.settings import check_address
 from gradwire.coordinator.structure import (
     Parameters,
@@ -181,8 +181,11 @@ class CoordinatorClient:
 
     # Settings and parameters.
 
-    def set_parameters(self, gradient_change_mode: GradientChangeMode | None = None) -> None:
-        """Change settings; the next gradient that is applied follows them. Needs the role admin."""
+    def set_parameters(self, gradient_change_mode: str | None = None) -> None:
+        """Change settings; the next gradient that is applied follows them. Needs the role admin.
+
+        ``gradient_change_mode``: ``"descent"`` or ``"ascent"``, in any case.
+        """
         if gradient_change_mode is not None:
             mode = check_mode(gradient_change_mode)
             self._each(lambda shard: shard.connection.call("Manage", mode=mode))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gradwire.coordinator.loop import Loop
-from gradwire.coordinator.rules import GradientChangeMode, Model, OptimizerFactory, Staleness, check_mode
+from gradwire.coordinator.rules import Model, OptimizerFactory, Staleness, check_mode
 from gradwire.coordinator.structure import (
     Parameters,
     Structure,
@@ -60,7 +60,7 @@ class DistributedGradientsCoordinator(Loop):
 
     def __init__(
         self,
-        gradient_change_mode: GradientChangeMode = "descent",
+        gradient_change_mode: str = "descent",
         *,
         optimizer: OptimizerFactory | None = None,
         learning_rate: float = 1.0,
@@ -106,8 +106,11 @@ class DistributedGradientsCoordinator(Loop):
 
     # Settings and parameters.
 
-    def set_parameters(self, gradient_change_mode: GradientChangeMode | None = None) -> None:
-        """Change settings; the next gradient that is applied follows them."""
+    def set_parameters(self, gradient_change_mode: str | None = None) -> None:
+        """Change settings; the next gradient that is applied follows them.
+
+        ``gradient_change_mode``: ``"descent"`` or ``"ascent"``, in any case.
+        """
         if gradient_change_mode is not None:
             mode = check_mode(gradient_change_mode)
             with self._changed:

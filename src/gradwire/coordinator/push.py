@@ -42,6 +42,9 @@ class Push:
     mode: GradientChangeMode = "descent"
     session: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", check_mode(self.mode, "mode"))
+
     def to_bytes(self) -> bytes:
         """As a record: the length of a description in JSON, the description, the gradients."""
         about = {
@@ -73,7 +76,7 @@ class Push:
                 int(about["sequence"]),
                 {name: bytes(frame) for name, frame in gradients.items()},
                 version,
-                check_mode(about["mode"]),
+                about["mode"],
                 int(about["session"]),
             )
         except (struct.error, ValueError, KeyError, TypeError) as error:

@@ -22,11 +22,16 @@ OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 _RULES: Final = ("none", "weight", "compensate")
 
 
-def check_mode(mode: str) -> GradientChangeMode:
-    """The mode, or an error."""
-    if mode not in ("descent", "ascent"):
-        raise ConfigError(f"`gradient_change_mode` must be 'descent' or 'ascent'; got {mode!r}.")
-    return mode  # type: ignore[return-value]
+def check_mode(mode: str, name: str = "gradient_change_mode") -> GradientChangeMode:
+    """Return the mode in lower case, as it is kept; raise if it is none. Any case is accepted.
+
+    >>> check_mode("Descent"), check_mode("ASCENT")
+    ('descent', 'ascent')
+    """
+    lower = mode.lower() if isinstance(mode, str) else mode
+    if lower not in ("descent", "ascent"):
+        raise ConfigError(f"`{name}` must be 'descent' or 'ascent', in any case; got {mode!r}.")
+    return lower  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

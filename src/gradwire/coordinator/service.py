@@ -17,7 +17,6 @@ from gradwire.coordinator.protocol import HEALTH, SERVICE, grpc_module, messages
 from gradwire.coordinator.protocol.parts import announced, parsed, parts, read_part
 from gradwire.coordinator.push import exact
 from gradwire.coordinator.receiver import Incoming, Receiver
-from gradwire.coordinator.rules import check_mode
 from gradwire.coordinator.structure import Structure
 from gradwire.errors import (
     AccessError,
@@ -124,7 +123,7 @@ class Service:
         self._host.identity(context).check("admin")
         reply = messages()["ManageReply"]()
         if request.mode:
-            await self._host.off_loop(self._host.store.set_mode, check_mode(request.mode))
+            await self._host.off_loop(self._host.store.set_mode, request.mode)
         if request.clear:
             reply.cleared = await self._host.off_loop(self._host.store.clear)
         if request.snapshot:

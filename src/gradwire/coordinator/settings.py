@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gradwire.coordinator.access import Worker
 from gradwire.coordinator.journal import Fsync
-from gradwire.coordinator.rules import GradientChangeMode, OptimizerFactory, Staleness
+from gradwire.coordinator.rules import OptimizerFactory, Staleness, check_mode
 from gradwire.errors import ConfigError
 from gradwire.files import read_toml
 
@@ -101,10 +101,11 @@ class Tls:
 class ModelRules:
     """How gradients move the model.
 
+    ``mode``: ``"descent"`` or ``"ascent"``, in any case.
     ``optimizer`` is the name of one of torch's, with its ``options``; in Python, :func:`serve` takes a function too.
     """
 
-    mode: GradientChangeMode = "descent"
+    mode: str = "descent"
     learning_rate: float = 1.0
     average_over: int = 1
     optimizer: str | None = None
@@ -112,6 +113,7 @@ class ModelRules:
     file: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", check_mode(self.mode, "mode"))
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"`learning_rate` must be above 0; got {self.learning_rate!r}.")
         if self.average_over < 1:

@@ -104,7 +104,7 @@ class Store:
         fsync: Fsync = "each",
         interval_s: float = 0.05,
         snapshot_every: int = 10_000,
-        mode: GradientChangeMode = "descent",
+        mode: str = "descent",
         rules: str | None = None,
     ) -> None:
         if not isinstance(snapshot_every, int) or snapshot_every < 1:
@@ -274,11 +274,12 @@ class Store:
             self._begin_anew()
             return model.version
 
-    def set_mode(self, mode: GradientChangeMode) -> None:
+    def set_mode(self, mode: str) -> None:
         """Which way gradients move the parameters from now on, and after a restart."""
+        mode = check_mode(mode, "mode")
         with self._snapshots, self._lock:
             if mode != self.mode:
-                self.mode = check_mode(mode)
+                self.mode = mode
                 if self._model is not None:
                     self._begin_anew()
 
