@@ -119,6 +119,12 @@ def test_the_encoder_of_the_page_makes_the_same_frames(program, n):
         assert frame(f"topk:{density}", [n], topk(values, density)) == gradwire.encode(x, f"topk:{density}")
 
 
+def test_the_frame_of_the_wire_format_is_what_is_sent():
+    (shown,) = blocks(ROOT / "docs" / "wire-format.md", "text")
+    data = b"".join(bytes.fromhex(re.match(r"(?:[0-9a-f]{2} ?)+", line)[0]) for line in shown.splitlines())
+    assert data == gradwire.encode(numbers(VALUES), "int8")
+
+
 @pytest.mark.parametrize("key", [wire.Key(), wire.Key(seed=(1 << 64) - 3, step=(1 << 40) + 7, bucket=5)])
 def test_the_random_bits_of_the_page_are_those_of_the_kernels(program, key):
     for stream in range(3):

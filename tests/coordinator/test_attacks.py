@@ -705,6 +705,28 @@ def test_a_frame_that_says_it_is_finite_and_is_not_is_refused(codec, value):
         assert torch.equal(server._host.store.read()[1]["b"], START["b"])
 
 
+def flagged(tensor):
+    return gradwire.wire.pack(gradwire.codec("none").encode(tensor)[0])
+
+
+def test_a_frame_with_the_flag_that_does_not_fit_is_invalid():
+    with served() as server, channel_to(server) as channel:
+        nan = torch.full((11,), math.nan)
+        assert answers(channel, push_of({"b": flagged(nan)})) == ["INVALID"]
+        assert answers(channel, push_of({"b": flagged(nan[:10])}, sequence=2)) == ["NONFINITE"]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_parameters_with_nan_are_refused_whatever_their_flag_says(flag):
+    frame = bytearray(gradwire.encode(torch.zeros(10), "none"))
+    frame[9], frame[-4:] = flag, struct.pack("<f", math.nan)
+    header = messages()["ModelPart"].Header(structure="dict")
+    header.entries.add(name="b", length=len(frame))
+    with served() as server, channel_to(server) as channel:
+        assert unary(channel, "SetModel", part(header, resealed(frame)))[0] == "INVALID_ARGUMENT"
+        still_serves(server)
+
+
 def test_parameters_that_have_become_infinite_are_told_to_every_reader():
     with served() as server, channel_to(server) as channel:
         huge = encoded({"b": torch.full((10,), 3e38)})
@@ -712,6 +734,10 @@ def test_parameters_that_have_become_infinite_are_told_to_every_reader():
         with CoordinatorClient(server.address, retry_s=5) as client:
             with pytest.raises(NonFiniteError):
                 client.read()
+            asked = messages()["PullRequest"](reader="r", codec="int8")
+            first, *_ = channel.unary_stream(method("Pull"))(asked.SerializeToString(), timeout=SETTLED_S)
+            asked.copy = messages()["PullPart"].FromString(first).header.copy
+            assert unary(channel, "Pull", asked.SerializeToString())[0] == "INVALID_ARGUMENT"
             client.set_model_parameters(dict(START))
         still_serves(server)
 
