@@ -9,7 +9,7 @@ GROUPS := tests/adapters tests/optim
 # Those that need Ray, Spark, Lightning, Accelerate and Transformers.
 ENGINES := tests/engines
 
-.PHONY: train test test-browser test-clusters test-hard test-triton lint bench docs dist golden sanitize setup clean
+.PHONY: train test test-browser test-javascript test-clusters test-hard test-triton lint bench docs dist golden sanitize setup clean
 
 setup: $(READY)
 
@@ -68,6 +68,11 @@ test-browser: $(READY)  ## the dashboard in a real browser; installs Chromium if
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
 	else echo "there is no chromium: sudo apt-get install chromium"; exit 1; fi
 	GRADWIRE_TEST_BROWSER=1 $(BIN)/python -m pytest tests/dashboard/test_browser.py $(ARGS)
+
+test-javascript: $(READY)  ## the worker in JavaScript against a real server; needs node and npm, and is skipped without
+	! command -v npm >/dev/null || npm install --prefix examples/javascript --silent --no-package-lock --no-audit --no-fund \
+		--ignore-scripts
+	GRADWIRE_TEST_JAVASCRIPT=1 $(BIN)/python -m pytest -rs tests/coordinator/test_javascript.py $(ARGS)
 
 test-hard: $(READY)  ## the coordinator's service: 200 times kill -9 under load, 100,000 hostile payloads; minutes
 	GRADWIRE_KILLS=200 $(BIN)/python -m pytest -s tests/coordinator/test_crash.py
