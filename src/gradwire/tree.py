@@ -73,8 +73,11 @@ def from_tensors(tensors: Mapping[str, Tensor], text: str) -> Any:
         return node
 
     try:
-        return walk(json.loads(text))
-    except (json.JSONDecodeError, RecursionError) as error:
+        described = json.loads(text)
+        return walk(described)
+    except WireError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise WireError(f"the description of a state is not JSON: {error}.") from error
 
 
@@ -102,7 +105,7 @@ def from_bytes(data: bytes) -> Any:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         text = header["__metadata__"][_KEY]
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WireError(f"not a saved state: {len(data)} bytes are no safetensors file.") from error
     return from_tensors(tensors, text)
 
