@@ -78,6 +78,8 @@ test-hard: $(READY)  ## the coordinator: 200 times kill -9 under load, 1,100 str
 	GRADWIRE_KILLS=200 $(BIN)/python -m pytest -s tests/coordinator/test_crash.py
 	GRADWIRE_STRANGERS=1100 $(BIN)/python -m pytest -s --timeout 900 tests/coordinator/test_strangers.py
 	GRADWIRE_FUZZ=100000 $(BIN)/python -m pytest -s --timeout 900 tests/coordinator/test_attacks.py
+	GRADWIRE_FOREIGN_STATES=400 $(BIN)/python -m pytest -s tests/test_checkpoint.py
+	GRADWIRE_HOSTILE=1 $(BIN)/python -m pytest -s tests/dashboard/test_memory.py
 
 docs: $(READY)  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
