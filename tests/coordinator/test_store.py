@@ -410,6 +410,22 @@ def test_a_model_that_may_have_been_saved_or_not_ends_the_journal(tmp_path, monk
         store.close()
 
 
+@pytest.mark.parametrize("last", [2**63 - 1, 2**63 - 2, 2**62 + 5, 2**61])
+def test_no_session_is_so_high_that_none_can_follow(tmp_path, last):
+    with Store(tmp_path, plain, START) as store:
+        store.push(push("a", 99, session=last))
+        before = last
+        for version in (2, 3, 4):
+            session = store.last_session("a") + 1
+            assert session < 2**63
+            assert store.push(push("a", 1, session=session)) == version
+            with pytest.raises(gradwire.PeerError, match="has begun session"):
+                store.push(push("a", 100, session=before))
+            before = session
+    with Store(tmp_path, plain) as store:
+        assert store.push(push("a", 1, session=max(time.time_ns(), store.last_session("a") + 1))) == 5
+
+
 RESTART = """
 import json, resource, sys, time
 import torch

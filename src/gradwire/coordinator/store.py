@@ -46,6 +46,7 @@ _JOURNAL: Final = re.compile(r"journal-(\d+)")
 _LEFTOVER: Final = re.compile(r"\.(?:snapshot|journal)-.+\.\d+")  # of write_whole, whose process was killed
 _JOURNAL_BYTES: Final = 256_000_000  # or four times the model: a restart reads so much in moments
 _AGAIN_S: Final = 60.0  # after a snapshot that failed
+_SESSIONS: Final = 1 << 63
 
 
 def _checksum(path: Path) -> str:
@@ -54,6 +55,15 @@ def _checksum(path: Path) -> str:
         while chunk := file.read(1 << 20):
             checksum = crc32(chunk, checksum)
     return f"{checksum:08x}"
+
+
+def _newer(session: int, than: int) -> bool:
+    """Whether a session is a later one. Numbers go round, from the highest to 0: none is so high that none follows.
+
+    >>> _newer(2, than=1), _newer(1, than=2), _newer(1, than=2**63 - 1), _newer(2**63 - 1, than=1)
+    (True, False, True, False)
+    """
+    return 0 < (session - than) % _SESSIONS < _SESSIONS // 2
 
 
 @dataclass(frozen=True)
@@ -272,9 +282,9 @@ class Store:
         return self._model is None
 
     def last_session(self, worker: str) -> int:
-        """The highest session of a worker that has pushed something; 0 if it never did."""
+        """The session of a worker's last push, than which the next number is higher; 0 if it never pushed."""
         known = self._last.get(worker)
-        return 0 if known is None else known.session
+        return 0 if known is None else known.session % (_SESSIONS - 1)
 
     def forget(self, worker: str) -> None:
         """A worker is not expected to come again."""
@@ -290,12 +300,12 @@ class Store:
         gradients = decoded("gradients", push.gradients, self.there().parameters, checksums)
         with self._lock:
             model, known = self.there(), self._last.get(push.worker)
-            if known is not None and push.session < known.session:
+            if known is not None and push.session != known.session and not _newer(push.session, known.session):
                 raise PeerError(
                     f"worker {push.worker!r} has begun session {known.session} since; one of session {push.session} "
                     "cannot push any more. Do two workers have the same name?"
                 )
-            if known is not None and (push.session, push.sequence) <= (known.session, known.sequence):
+            if known is not None and push.session == known.session and push.sequence <= known.sequence:
                 ticket = 0 if self._journal is None else self._journal.records
                 return Receipt(known.version, False, self._journal, ticket)
             check_entries("gradients", gradients, model.parameters)  # they may have been replaced meanwhile
