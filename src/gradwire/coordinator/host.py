@@ -25,6 +25,7 @@ __all__ = ["Host"]
 
 _log: Final = logging.getLogger("gradwire.serve")
 _SLOWEST: Final = 65_536  # bytes a second
+_REMIND_S: Final = 60.0  # between two lines of the log about the same trouble
 
 
 class Host:
@@ -51,6 +52,7 @@ class Host:
             fsync=kept.fsync,
             interval_s=kept.interval_s,
             snapshot_every=kept.snapshot_every,
+            snapshot_mb=kept.snapshot_mb,
             mode=rules.mode,
             rules=str(
                 {
@@ -76,7 +78,7 @@ class Host:
     @property
     def ready(self) -> bool:
         """Whether it has a model, and takes pushes."""
-        return not self.draining and not self.store.empty
+        return not self.draining and not self.store.empty and not self.store.trouble
 
     def drain(self) -> None:
         """Take no more pushes, and end when those that are there are done."""
@@ -109,10 +111,12 @@ class Host:
         self._pool.submit(work)
 
     def close(self) -> None:
-        """Save, and let go of everything."""
+        """Save, and let go of everything; raises if the model cannot be saved, or a journal cannot be written."""
         self._pool.shutdown()  # first: what it still works on belongs into the snapshot
-        self.store.snapshot()
-        self.store.close()
+        try:
+            self.store.snapshot()
+        finally:
+            self.store.close()
 
     # Who calls.
 
@@ -143,10 +147,20 @@ class Host:
         self._unfinished.pop(task, None)
 
     async def watch(self) -> None:
-        """End tasks whose rest does not come."""
+        """End tasks whose rest does not come, and see whether the disk takes pushes."""
+        said, trouble = -_REMIND_S, ""
         while True:
             await asyncio.sleep(min(1.0, self.settings.limits.push_s / 4))
             now = time.monotonic()
+            before, trouble = trouble, self.store.trouble
+            if trouble and now - said >= _REMIND_S:
+                said = now
+                _log.error("pushes are refused: %s", trouble)
+            if trouble:
+                await self.off_loop(self.store.probe)
+            elif before:
+                said = -_REMIND_S
+                _log.info("pushes are taken again")
             for task, end in list(self._unfinished.items()):
                 if end < now:
                     del self._unfinished[task]

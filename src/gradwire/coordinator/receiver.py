@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from gradwire.coordinator.access import Identity
 from gradwire.coordinator.host import Host
+from gradwire.coordinator.journal import NoSpaceError
 from gradwire.coordinator.protocol import messages
 from gradwire.coordinator.protocol.parts import Frames, read_pushes
 from gradwire.coordinator.push import Push
@@ -89,6 +90,7 @@ class _TooLargeError(ConfigError):
 
 _REASONS: Final = (
     (_TooLargeError, "TOO_LARGE"),
+    (NoSpaceError, "NO_SPACE"),
     (NonFiniteError, "NONFINITE"),
     (AccessError, "FORBIDDEN"),
     (PeerError, "SUPERSEDED"),
@@ -222,9 +224,10 @@ class Receiver:
             self._host.unfinished(stream.task, stream.since, incoming.nbytes)
             return True
         self._host.finished(stream.task)
-        stream.replies.put_nowait(await self._taken(incoming))
+        reply, receipt = await self._taken(incoming)
+        stream.replies.put_nowait((reply, receipt))
         stream.end()
-        return True
+        return bool(reply.refusal != reply.NO_SPACE)  # those after it must not be applied before it is sent again
 
     def _admit(self, header: Any, identity: Identity) -> GradwireError | None:
         """Why a push is not to be received, if so: nothing has been allocated for it."""
@@ -246,6 +249,8 @@ class Receiver:
             return ConfigError("`gradients` must hold at least one tensor; got none.")
         if self._host.draining:
             return _RefusedError("DRAINING", "the server is about to end.")
+        if not self._host.store.room_for(total):
+            return _RefusedError("NO_SPACE", self._host.store.trouble)
         if self._host.queued >= limits.queue:
             return _RefusedError(
                 "FULL", f"{self._host.queued} pushes are being received already; at most {limits.queue} may."

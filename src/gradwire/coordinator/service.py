@@ -155,6 +155,7 @@ class Service:
             durability="" if store.folder is None else self._host.settings.durability.fsync,
             replayed=store.replayed,
             gradwire=version("gradwire"),
+            trouble=store.trouble,
         )
 
     def prometheus(self) -> str:
