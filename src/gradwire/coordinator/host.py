@@ -105,6 +105,8 @@ class Host:
                 self.snapshot()
             except GradwireError as error:
                 _log.error("%s", error)
+            except Exception:  # no memory for a copy of the model, perhaps: pushes go on
+                _log.exception("the model could not be saved")
             finally:
                 self._snapshotting = False
 
@@ -148,19 +150,19 @@ class Host:
 
     async def watch(self) -> None:
         """End tasks whose rest does not come, and see whether the disk takes pushes."""
-        said, trouble = -_REMIND_S, ""
+        said, reported, probing = -_REMIND_S, False, None
         while True:
             await asyncio.sleep(min(1.0, self.settings.limits.push_s / 4))
             now = time.monotonic()
-            before, trouble = trouble, self.store.trouble
+            trouble = self.store.trouble
             if trouble and now - said >= _REMIND_S:
-                said = now
+                said, reported = now, True
                 _log.error("pushes are refused: %s", trouble)
-            if trouble:
-                await self.off_loop(self.store.probe)
-            elif before:
-                said = -_REMIND_S
+            elif reported and not trouble:
+                reported = False
                 _log.info("pushes are taken again")
+            if trouble and (probing is None or probing.done()):  # not waited for: the disk may be slow as well
+                probing = self.off_loop(self.store.probe)
             for task, end in list(self._unfinished.items()):
                 if end < now:
                     del self._unfinished[task]

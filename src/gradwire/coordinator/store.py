@@ -99,6 +99,10 @@ class _Last:
     version: int
 
 
+class _UnsureError(JournalError):
+    """A snapshot has its name, which may not be on the disk."""
+
+
 class Store:
     """A model that survives the end of its process.
 
@@ -406,7 +410,7 @@ class Store:
                         self._turn(self._journal)
                     number, identity = self._number, self._journal.identity
                 self._save(number, identity, state)
-            except JournalError:
+            except Exception:
                 self._not_before = time.monotonic() + _AGAIN_S
                 raise
             self._before = (0, 0)
@@ -444,10 +448,12 @@ class Store:
         journal = self._new_journal(number, "")  # first: empty and without a snapshot, it does no harm after a restart
         try:
             self._save(number, journal.identity, self._state(model) | changes)
-        except JournalError as error:
+        except Exception as error:
             journal.discard()
-            if self._journal is not None and number in self._numbers(_SNAPSHOT):  # or not, after a restart
-                self._journal.fail(OSError(f"it is not known whether another model was saved: {error}"))
+            if isinstance(error, _UnsureError):  # a restart may go on with either model
+                self._number = number
+                if self._journal is not None:
+                    self._journal.fail(OSError(f"it is not known whether another model was saved: {error}"))
             raise
         old, self._journal, self._number, self._before = self._journal, journal, number, (0, 0)
         if old is not None:
@@ -477,10 +483,10 @@ class Store:
 
     def _forget(self, number: int) -> None:
         """Remove what a snapshot has made superfluous."""
-        for pattern, path_of in ((_JOURNAL, self._journal_path), (_SNAPSHOT, self._snapshot_path)):
-            for each in self._numbers(pattern):
-                if each < number:
-                    with suppress(OSError):  # the next snapshot tries again
+        with suppress(OSError):  # the next snapshot tries again
+            for pattern, path_of in ((_JOURNAL, self._journal_path), (_SNAPSHOT, self._snapshot_path)):
+                for each in self._numbers(pattern):
+                    if each < number:
                         path_of(each).unlink()
 
     def _state(self, model: Model) -> dict[str, Any]:
@@ -491,9 +497,14 @@ class Store:
     def _save(self, number: int, identity: str, state: dict[str, Any]) -> None:
         try:
             data = to_bytes(state | {"identity": identity})
-            write_whole(self._root() / f"snapshot-{number:010d}-{crc32(data):08x}.safetensors", data)
-        except (GradwireError, OSError) as error:
+        except GradwireError as error:
             raise JournalError(f"the model cannot be saved: {error}") from error
+        path = self._root() / f"snapshot-{number:010d}-{crc32(data):08x}.safetensors"
+        try:
+            write_whole(path, data)
+        except OSError as error:
+            kind = _UnsureError if path.exists() else JournalError
+            raise kind(f"the model cannot be saved: {error}") from error
 
     def _snapshot_path(self, number: int) -> Path:
         return next(self._root().glob(f"snapshot-{number:010d}-????????.safetensors"))
