@@ -248,6 +248,56 @@ def test_parameters_whose_snapshot_was_never_finished_were_never_set(tmp_path):
         assert store.read()[0] == store.replayed == 2
 
 
+def test_at_every_step_of_a_change_the_folder_has_the_model_before_or_after_it(tmp_path, monkeypatch):
+    """Copies of the folder, before and after each thing that is done to its files, are stores."""
+    folder, copies, states = tmp_path / "store", [], []
+
+    def copy():
+        copies.append((len(states), tmp_path / f"copy-{len(copies)}"))
+        shutil.copytree(folder, copies[-1][1])
+
+    def copying(owner, name):
+        original = getattr(owner, name)
+
+        def call(*arguments, **named):
+            copy()
+            result = original(*arguments, **named)
+            copy()
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    def state(store):
+        return store.mode, store.there().waiting, store.read()
+
+    ones = {name: torch.ones_like(tensor) for name, tensor in START.items()}
+    with Store(folder, averaging, START) as store:
+        for number in range(1, 5):
+            store.push(push("a", number))
+        states.append(state(store))
+        for owner, name in ((os, "writev"), (os, "fsync"), (Path, "replace"), (Path, "unlink")):
+            copying(owner, name)
+        for change in (
+            store.snapshot,
+            lambda: store.push(push("a", 5)),
+            lambda: store.set_mode("ascent"),
+            lambda: store.replace(ones),
+            lambda: store.push(push("a", 6)),
+            store.clear,
+            lambda: store.push(push("a", 7)),
+            store.snapshot,
+        ):
+            change()
+            states.append(state(store))
+    monkeypatch.undo()
+    assert {number for number, _ in copies} >= set(range(1, 9))
+    for number, path in copies:
+        with Store(path, averaging) as found:
+            mode, waiting, read = state(found)
+        near = [each for each in states[number - 1 : number + 1] if each[:2] == (mode, waiting)]
+        assert any(each[2][0] == read[0] and torch.equal(each[2][1]["w"], read[1]["w"]) for each in near)
+
+
 def as_an_earlier_version_wrote_it(folder):
     """Snapshots without an identity, and journals of another format."""
     for path in folder.glob("snapshot-*"):
