@@ -279,7 +279,7 @@ def test_a_journal_of_an_earlier_version_is_read(path):
     path.write_bytes(data + bytes(20))
     assert read_journal(path) == RECORDS
     path.write_bytes(data[:-1])
-    with pytest.raises(JournalError, match=r"after 4 records, and of an earlier version.* gradwire serve repair "):
+    with pytest.raises(JournalError, match=r"after 4 records, and is of an earlier version.* gradwire serve repair "):
         read_journal(path)
     assert repair(path) == (4, 11)
     assert read_journal(path) == RECORDS[:-1]

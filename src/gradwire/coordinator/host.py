@@ -19,7 +19,7 @@ from gradwire.coordinator.rules import Model, OptimizerFactory
 from gradwire.coordinator.settings import ServeSettings
 from gradwire.coordinator.store import Store
 from gradwire.coordinator.structure import check_parameters, entries_of
-from gradwire.errors import AccessError, ConfigError, GradwireError
+from gradwire.errors import AccessError, ConfigError, GradwireError, JournalError
 
 __all__ = ["Host"]
 
@@ -117,6 +117,10 @@ class Host:
         self._pool.shutdown()  # first: what it still works on belongs into the snapshot
         try:
             self.store.snapshot()
+        except JournalError as error:
+            raise JournalError(
+                f"{error} What was acknowledged is in the journal; the next start applies it."
+            ) from error
         finally:
             self.store.close()
 

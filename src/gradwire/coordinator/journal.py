@@ -142,7 +142,9 @@ class Records:
         if not self.identity:
             file.seek(self.end)
             if any(chunk.count(0) < len(chunk) for chunk in iter(lambda: file.read(_CHUNK), b"")):
-                raise JournalError(f"{where}, and of an earlier version: what follows cannot be told. {cut}")
+                raise JournalError(
+                    f"{where}, and is of an earlier version, which does not show whether more records follow. {cut}"
+                )
             return
         mark = bytes.fromhex(self.identity)[:4]
         for place in range(start, size, _CHUNK):
@@ -296,7 +298,9 @@ class Journal:
         """Why records are refused; "" if they are not."""
         if self._failure is not None:
             return f"{self.path} cannot be written: {self._failure}. It is closed for good: start the server again."
-        return f"{self.path} cannot be written: there is no room for {self.short} bytes." if self.short else ""
+        if self.short:
+            return f"{self.path} cannot be written: there is no room for {self.short} bytes. It goes on when there is."
+        return ""
 
     def wait(self, ticket: int) -> None:
         """By the policy, wait until a record, and all before it, are on the disk."""

@@ -504,7 +504,7 @@ class Store:
             write_whole(path, data)
         except OSError as error:
             kind = _UnsureError if path.exists() else JournalError
-            raise kind(f"the model cannot be saved: {error}") from error
+            raise kind(f"the model cannot be saved: {error}.") from error
 
     def _snapshot_path(self, number: int) -> Path:
         return next(self._root().glob(f"snapshot-{number:010d}-????????.safetensors"))
