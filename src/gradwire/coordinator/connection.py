@@ -28,7 +28,7 @@ from gradwire.errors import (
 
 __all__ = ["Connection", "Credentials"]
 
-_LATER: Final = ("FULL", "RATE", "DRAINING", "NO_SPACE")  # refusals after which a push is sent again
+_LATER: Final = ("FULL", "RATE", "DRAINING", "NO_SPACE", "INCOMPLETE")  # refusals after which a push is sent again
 _NEVER: Final = ("CERTIFICATE_VERIFY_FAILED", "security handshaker", "verification failed")  # in what gRPC says
 _MOMENT_S: Final = 0.002
 _BACKOFF_S: Final = (0.02, 1.0)  # the first pause before it is tried again, and the longest

@@ -13,8 +13,9 @@ from typing import Any, Final
 from torch import Tensor
 
 from gradwire.coordinator.access import Access, Identity
-from gradwire.coordinator.copies import Copies
+from gradwire.coordinator.deadlines import Deadlines
 from gradwire.coordinator.metrics import ServerMetrics
+from gradwire.coordinator.readers import Readers
 from gradwire.coordinator.rules import Model, OptimizerFactory
 from gradwire.coordinator.settings import ServeSettings
 from gradwire.coordinator.store import Store
@@ -24,8 +25,9 @@ from gradwire.errors import AccessError, ConfigError, GradwireError, JournalErro
 __all__ = ["Host"]
 
 _log: Final = logging.getLogger("gradwire.serve")
-_SLOWEST: Final = 65_536  # bytes a second
+_PROBE_S: Final = 1.0  # between two looks at a full disk
 _REMIND_S: Final = 60.0  # between two lines of the log about the same trouble
+_SMALL: Final = 1 << 18  # bytes
 
 
 class Host:
@@ -66,13 +68,14 @@ class Host:
         )
         self.access = Access(settings.workers)
         self.metrics = ServerMetrics()
-        self.copies = Copies(int(settings.limits.reader_mb * 1e6), settings.limits.workers)
+        self.deadlines = Deadlines()
+        self.readers = Readers(self.store, settings.limits, self.deadlines, self.run)
         self.workers: dict[str, float] = {}  # when each was last heard of
         self.queued = 0
         self.draining = False
         self.on_drain: Callable[[], Any] = lambda: None
+        self.identified: Callable[[str], None] = lambda peer: None  # called with the peer of every identified call
         self._snapshotting = False
-        self._unfinished: dict[Any, float] = {}  # tasks that wait for the rest of something, and for how long
         self._pool = ThreadPoolExecutor(4, "gradwire-serve")
 
     @property
@@ -88,6 +91,10 @@ class Host:
     def off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do something that takes its time, on another thread."""
         return asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    async def run(self, nbytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do something with so many bytes: here, if handing it to another thread would cost more."""
+        return work(*arguments) if nbytes <= _SMALL else await self.off_loop(work, *arguments)
 
     def snapshot(self) -> None:
         """Save the model."""
@@ -142,36 +149,22 @@ class Host:
             return self.access.by_certificate(name.decode(errors="replace") for name in names)
         raise AccessError("neither a token nor a certificate was given.")
 
-    # Who is late.
+    # The disk.
 
-    def unfinished(self, task: Any, since: float, nbytes: int) -> None:
-        """A task waits for the rest of so many bytes: it must come in time."""
-        self._unfinished[task] = since + self.settings.limits.push_s + nbytes / _SLOWEST
-
-    def finished(self, task: Any) -> None:
-        """All of it has come."""
-        self._unfinished.pop(task, None)
-
-    async def watch(self) -> None:
-        """End tasks whose rest does not come, and see whether the disk takes pushes."""
+    async def watch_disk(self) -> None:
+        """Say in the log that pushes are refused for the disk, and see whether there is room again."""
         said, reported, probing = -_REMIND_S, False, None
         while True:
-            await asyncio.sleep(min(1.0, self.settings.limits.push_s / 4))
-            now = time.monotonic()
-            trouble = self.store.trouble
+            await asyncio.sleep(_PROBE_S)
+            now, trouble = time.monotonic(), self.store.trouble
             if trouble and now - said >= _REMIND_S:
                 said, reported = now, True
                 _log.error("pushes are refused: %s", trouble)
             elif reported and not trouble:
                 reported = False
                 _log.info("pushes are taken again")
-            if trouble and (probing is None or probing.done()):  # not waited for: the disk may be slow as well
+            if trouble and (probing is None or probing.done()):
                 probing = self.off_loop(self.store.probe)
-            for task, end in list(self._unfinished.items()):
-                if end < now:
-                    del self._unfinished[task]
-                    self.metrics.refused("SLOW")
-                    task.cancel()
 
 
 def _parameters_of(path: Path) -> dict[str, Tensor]:
