@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["lock_folder", "read_json", "read_toml", "read_whole", "sync_folder", "write_whole"]
+__all__ = ["lock_folder", "read_json", "read_toml", "read_whole", "write_whole"]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -96,17 +96,21 @@ def write_whole(path: Path, data: bytes) -> None:
     b'all'
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    folder = os.open(path.parent, os.O_RDONLY)  # first: when no more files can be opened, nothing has changed
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:  # a full disk must not keep half a file
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def lock_folder(folder: Path) -> int | None:
@@ -126,12 +130,3 @@ def lock_folder(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

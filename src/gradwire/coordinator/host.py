@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +20,13 @@ from gradwire.coordinator.rules import Model, OptimizerFactory
 from gradwire.coordinator.settings import ServeSettings
 from gradwire.coordinator.store import Store
 from gradwire.coordinator.structure import check_parameters, entries_of
-from gradwire.errors import AccessError, ConfigError, GradwireError
+from gradwire.errors import AccessError, ConfigError, GradwireError, JournalError
 
 __all__ = ["Host"]
 
 _log: Final = logging.getLogger("gradwire.serve")
+_PROBE_S: Final = 1.0  # between two looks at a full disk
+_REMIND_S: Final = 60.0  # between two lines of the log about the same trouble
 _SMALL: Final = 1 << 18  # bytes
 
 
@@ -51,6 +54,7 @@ class Host:
             fsync=kept.fsync,
             interval_s=kept.interval_s,
             snapshot_every=kept.snapshot_every,
+            snapshot_mb=kept.snapshot_mb,
             mode=rules.mode,
             rules=str(
                 {
@@ -77,7 +81,7 @@ class Host:
     @property
     def ready(self) -> bool:
         """Whether it has a model, and takes pushes."""
-        return not self.draining and not self.store.empty
+        return not self.draining and not self.store.empty and not self.store.trouble
 
     def drain(self) -> None:
         """Take no more pushes, and end when those that are there are done."""
@@ -108,16 +112,24 @@ class Host:
                 self.snapshot()
             except GradwireError as error:
                 _log.error("%s", error)
+            except Exception:  # no memory for a copy of the model, perhaps: pushes go on
+                _log.exception("the model could not be saved")
             finally:
                 self._snapshotting = False
 
         self._pool.submit(work)
 
     def close(self) -> None:
-        """Save, and let go of everything."""
+        """Save, and let go of everything; raises if the model cannot be saved, or a journal cannot be written."""
         self._pool.shutdown()  # first: what it still works on belongs into the snapshot
-        self.store.snapshot()
-        self.store.close()
+        try:
+            self.store.snapshot()
+        except JournalError as error:
+            raise JournalError(
+                f"{error} What was acknowledged is in the journal; the next start applies it."
+            ) from error
+        finally:
+            self.store.close()
 
     # Who calls.
 
@@ -136,6 +148,23 @@ class Host:
         if names:
             return self.access.by_certificate(name.decode(errors="replace") for name in names)
         raise AccessError("neither a token nor a certificate was given.")
+
+    # The disk.
+
+    async def watch_disk(self) -> None:
+        """Say in the log that pushes are refused for the disk, and see whether there is room again."""
+        said, reported, probing = -_REMIND_S, False, None
+        while True:
+            await asyncio.sleep(_PROBE_S)
+            now, trouble = time.monotonic(), self.store.trouble
+            if trouble and now - said >= _REMIND_S:
+                said, reported = now, True
+                _log.error("pushes are refused: %s", trouble)
+            elif reported and not trouble:
+                reported = False
+                _log.info("pushes are taken again")
+            if trouble and (probing is None or probing.done()):
+                probing = self.off_loop(self.store.probe)
 
 
 def _parameters_of(path: Path) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from gradwire.coordinator.access import Identity
 from gradwire.coordinator.calls import Call
 from gradwire.coordinator.deadlines import LateError, time_left
 from gradwire.coordinator.host import Host
+from gradwire.coordinator.journal import NoSpaceError
 from gradwire.coordinator.protocol import messages
 from gradwire.coordinator.protocol.parts import Frames, read_pushes
 from gradwire.coordinator.push import Push
@@ -90,6 +91,7 @@ class _TooLargeError(ConfigError):
 
 _REASONS: Final = (
     (_TooLargeError, "TOO_LARGE"),
+    (NoSpaceError, "NO_SPACE"),
     (NonFiniteError, "NONFINITE"),
     (AccessError, "FORBIDDEN"),
     (PeerError, "SUPERSEDED"),
@@ -228,9 +230,10 @@ class Receiver:
         incoming.frames.add(data)
         if not incoming.frames.complete:
             return True
-        await stream.replies.put(await self._taken(incoming))
+        reply, receipt = await self._taken(incoming)
+        await stream.replies.put((reply, receipt))
         stream.end()
-        return True
+        return bool(reply.refusal != reply.NO_SPACE)  # those after it must not be applied before it is sent again
 
     def _admit(self, header: Any, identity: Identity) -> GradwireError | None:
         """Why a push is not to be received, if so: nothing has been allocated for it."""
@@ -252,6 +255,8 @@ class Receiver:
             return ConfigError("`gradients` must hold at least one tensor; got none.")
         if self._host.draining:
             return _RefusedError("DRAINING", "the server is about to end.")
+        if not self._host.store.room_for(total):
+            return _RefusedError("NO_SPACE", self._host.store.trouble)
         if self._host.queued >= limits.queue:
             return _RefusedError(
                 "FULL", f"{self._host.queued} pushes are being received already; at most {limits.queue} may."

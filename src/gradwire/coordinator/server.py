@@ -23,7 +23,7 @@ from gradwire.coordinator.protocol.parts import PART_BYTES
 from gradwire.coordinator.rules import OptimizerFactory
 from gradwire.coordinator.service import Service
 from gradwire.coordinator.settings import ServeSettings, is_loopback
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, GradwireError
 from gradwire.telemetry import JsonLines, MetricsServer, Telemetry
 
 __all__ = ["Server", "serve"]
@@ -77,6 +77,7 @@ class Server:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: MetricsServer | None = None
+        self._failure: GradwireError | None = None
         folder = settings.run_dir
         self._telemetry = Telemetry(*([JsonLines(folder, "coordinator.jsonl")] if folder is not None else []))
         self.address = settings.address
@@ -85,9 +86,14 @@ class Server:
     def start(self) -> Server:
         """Begin to serve, on a thread."""
         ready: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main(ready)), daemon=True, name="gradwire-serve"
-        )
+
+        def work() -> None:
+            try:
+                asyncio.run(self._main(ready))
+            except GradwireError as error:
+                self._failure = error  # for stop to raise
+
+        self._thread = threading.Thread(target=work, daemon=True, name="gradwire-serve")
         self._thread.start()
         ready.result()
         return self
@@ -130,7 +136,8 @@ class Server:
         except Exception as error:
             if server is not None:
                 await server.stop(None)
-            self._host.close()
+            with contextlib.suppress(GradwireError):  # what kept it from starting is the one to be raised
+                self._host.close()
             ready.set_exception(error)
             return
         self._say_who()
@@ -139,6 +146,7 @@ class Server:
         background = [
             asyncio.ensure_future(self._host.deadlines.run(min(1.0, limits.push_s / 4, limits.call_s / 4))),
             asyncio.ensure_future(_record(self._telemetry, service)),
+            asyncio.ensure_future(self._host.watch_disk()),
             asyncio.ensure_future(self._sweep(port)),
         ]
         await ended.wait()
@@ -186,12 +194,15 @@ class Server:
         self._telemetry.start(rank=0, ranks=1, codec="coordinator", gradwire=version("gradwire"), settings=where)
 
     def stop(self) -> None:
-        """Finish what is there, save, and end."""
+        """Finish what is there, save, and end; raises if the model cannot be saved, or a journal cannot be written."""
         if self._thread is None or self._loop is None:
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._host.drain)
         self._thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Server:
         return self

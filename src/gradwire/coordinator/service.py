@@ -106,6 +106,7 @@ class Service:
             durability="" if store.folder is None else self._host.settings.durability.fsync,
             replayed=store.replayed,
             gradwire=installed("gradwire"),
+            trouble=store.trouble,
         )
         await call.reply(reply)
 

@@ -81,12 +81,16 @@ class Durability:
 
     ``fsync="each"``: it survives a loss of power. ``"interval"``: one within ``interval_s`` of it may not. ``"off"``:
     it survives the end of the process, and not that of the machine. Without a ``folder`` nothing survives.
+
+    The model is saved, and a new journal begun, after ``snapshot_every`` pushes, or once the journal has more than
+    ``snapshot_mb``; unless given, that is four times the model, and at least 256.
     """
 
     folder: str | None = None
     fsync: Fsync = "each"
     interval_s: float = 0.05
     snapshot_every: int = 10_000
+    snapshot_mb: float | None = None
 
     def __post_init__(self) -> None:
         if self.folder == "":
@@ -95,6 +99,8 @@ class Durability:
             raise ConfigError(f"`interval_s` must be above 0; got {self.interval_s!r}.")
         if self.snapshot_every < 1:
             raise ConfigError(f"`snapshot_every` must be a whole number of at least 1; got {self.snapshot_every!r}.")
+        if self.snapshot_mb is not None and not self.snapshot_mb > 0:
+            raise ConfigError(f"`snapshot_mb` must be above 0; got {self.snapshot_mb!r}.")
 
 
 @dataclass(frozen=True)
