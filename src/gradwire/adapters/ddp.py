@@ -22,7 +22,7 @@ from gradwire.reducer import GradientReducer, Traffic
 from gradwire.telemetry import Telemetry
 from gradwire.telemetry.base import as_number
 
-__all__ = ["Compression", "compress"]
+__all__ = ["Compression", "compress", "compression_of"]
 
 _NO_PLAN: Final = {"plan": "", "settled": False}
 _KEEPER: Final = "_gradwire"  # of a model, which keeps its compression: DDP's reducer knows it only weakly
@@ -76,7 +76,7 @@ def compress(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
-    if getattr(model, "_comm_hooks", None) or getattr(model, _KEEPER, None):
+    if getattr(model, "_comm_hooks", None) or compression_of(model) is not None:
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
         if not isinstance(flag, bool):
@@ -114,6 +114,19 @@ class _Kept:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return tuple, ()
+
+
+def compression_of(model: DistributedDataParallel) -> "Compression | None":
+    """Return what :func:`compress` put into a model; None if it was not called with it.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> compression_of(DistributedDataParallel(torch.nn.Linear(3, 2))) is None
+    True
+    >>> dist.destroy_process_group()
+    """
+    kept = getattr(model, _KEEPER, None)
+    return kept.compression if kept else None
 
 
 class _Failures:
