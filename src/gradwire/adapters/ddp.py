@@ -59,6 +59,8 @@ def compress(
     ``telemetry`` is the folder of a run, to which every rank writes what it does (``gradwire dash`` shows it), or a
     :class:`~gradwire.Telemetry` with sinks of your choice; tell it losses by ``compression.observe_loss``.
 
+    A copy of the model (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) is a plain DDP model: not compressed.
+
     Every rank must call it, after wrapping the model. A rank that is gone or stuck for ``timeout_s`` is named by an
     error on all others, out of ``backward``. The result has the residuals' ``state_dict()``; save it with the model's.
 
@@ -287,7 +289,10 @@ class Compression:
             self._watch.settle()
 
     def close(self) -> None:
-        """End the threads and connections; the model can no longer be trained."""
+        """End the threads and connections; the model can no longer be trained.
+
+        Residuals stay, for :meth:`state_dict`; the model is not kept, nor its parameters.
+        """
         self.settle()
         self._reducer.close()
         if self.telemetry is not None:
