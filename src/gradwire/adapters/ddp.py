@@ -1,6 +1,7 @@
 """DistributedDataParallel with compressed gradients."""
 # No postponed annotations: DDP reads those of a hook.
 
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,10 +22,10 @@ from gradwire.reducer import GradientReducer, Traffic
 from gradwire.telemetry import Telemetry
 from gradwire.telemetry.base import as_number
 
-__all__ = ["Compression", "compress"]
+__all__ = ["Compression", "compress", "compression_of"]
 
 _NO_PLAN: Final = {"plan": "", "settled": False}
-_KEEPER: Final = "_gradwire"  # of a model: it must know of what watches it as long as it is there
+_KEEPER: Final = "_gradwire"  # of a model, which keeps its compression: DDP's reducer knows it only weakly
 
 
 class _Scaler(Protocol):
@@ -58,6 +59,8 @@ def compress(
     ``telemetry`` is the folder of a run, to which every rank writes what it does (``gradwire dash`` shows it), or a
     :class:`~gradwire.Telemetry` with sinks of your choice; tell it losses by ``compression.observe_loss``.
 
+    A copy of the model (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) is a plain DDP model: not compressed.
+
     Every rank must call it, after wrapping the model. A rank that is gone or stuck for ``timeout_s`` is named by an
     error on all others, out of ``backward``. The result has the residuals' ``state_dict()``; save it with the model's.
 
@@ -75,7 +78,7 @@ def compress(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
-    if getattr(model, "_comm_hooks", None) or hasattr(model, _KEEPER):
+    if getattr(model, "_comm_hooks", None) or compression_of(model) is not None:
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
         if not isinstance(flag, bool):
@@ -101,8 +104,58 @@ def compress(
     compression = Compression(model, reducer, Autopilot(reducer, auto, reducer.hosts) if auto is not None else None)
     if watched is not None:
         compression.watch(watched)
-    setattr(model, _KEEPER, compression)
+    setattr(model, _KEEPER, _Kept(compression))
     return compression
+
+
+class _Kept:
+    """A model's hold on its compression. A copy of the model is another one, without compression: it has ``()``."""
+
+    def __init__(self, compression: "Compression") -> None:
+        self.compression = compression
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return tuple, ()
+
+
+def compression_of(model: DistributedDataParallel) -> "Compression | None":
+    """Return what :func:`compress` put into a model; None if it was not called with it.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> compression_of(DistributedDataParallel(torch.nn.Linear(3, 2))) is None
+    True
+    >>> dist.destroy_process_group()
+    """
+    kept = getattr(model, _KEEPER, None)
+    return kept.compression if kept else None
+
+
+class _Failures:
+    """Errors of a step, which are raised when backward ends, once DDP has finished its bookkeeping.
+
+    DDP makes of a failed future an error of another type, and is in disorder then.
+    """
+
+    def __init__(self) -> None:
+        self.by_bucket: dict[int, BaseException] = {}
+        self.wait = False  # whether the backward under way raises them
+
+    def begin(self) -> None:
+        """Have errors raised when the backward under way ends; not if there is none, as in ``Join``."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        try:
+            queue(lambda: queue(self._raise))  # DDP's own callback is queued by then
+        except RuntimeError:
+            self.wait = False
+        else:
+            self.wait = True
+
+    def _raise(self) -> None:
+        """The first bucket's, whichever failed first: so it is the same on all ranks."""
+        errors, self.by_bucket = self.by_bucket, {}
+        if errors:
+            raise errors[min(errors)]
 
 
 class Compression:
@@ -115,10 +168,11 @@ class Compression:
     def __init__(
         self, model: DistributedDataParallel, reducer: GradientReducer, autopilot: Autopilot | None = None
     ) -> None:
-        self._model, self._reducer, self._autopilot = model, reducer, autopilot
+        # The model keeps this, and not the other way round. DDP's C++ reducer has a weak reference: what it held would
+        # never be freed if it knew the model, be it by an error's traceback, for Python's collector cannot look there.
+        self._model, self._reducer, self._autopilot = weakref.ref(model), reducer, autopilot
         self._names = {id(parameter): name for name, parameter in reducer.parameters.items()}
-        self._errors: dict[int, BaseException] = {}  # of this step, by bucket
-        self._raises = False  # in the backward that is under way
+        self._failures = _Failures()
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
         """Where records go, for more of them: ``compression.telemetry.record("validation", step=100, loss=0.3)``."""
@@ -127,14 +181,22 @@ class Compression:
             reducer.prepare()  # which may find that nothing is to be compressed
             self._plain = PlainExchange(model, reducer, self._attach) if reducer.is_plain else None
         if self._plain is None:
-            model.register_comm_hook(self, _hook)
+            self._register(model)
+
+    def __del__(self) -> None:
+        self._reducer.unhook()
+
+    def _register(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(weakref.ref(self), _hook)
+        model._comm_hooks.pop()  # a list for copies, which are to have none; DDP's reducer has the hook
 
     def _attach(self) -> None:
         """Take over from DDP's own all-reduce, if gradients are to travel otherwise. DDP keeps a hook for good."""
-        if self._plain is not None and not self._reducer.is_plain:
+        model = self._model()
+        if model is not None and self._plain is not None and not self._reducer.is_plain:
             self._plain.leave()
             self._plain = None
-            self._model.register_comm_hook(self, _hook)
+            self._register(model)
 
     def watch(self, telemetry: Telemetry) -> None:
         """Tell a telemetry what happens from now on; :meth:`close` closes it too."""
@@ -221,54 +283,39 @@ class Compression:
         """Whether what this rank kept is enough for it: yes, if there are as many ranks as there were."""
         return bool(states[0].get("ranks") == self.peers.size)
 
-    def _raises_after_backward(self) -> bool:
-        """Have an error raised when backward ends, after DDP has put its own house in order.
-
-        DDP makes of a failed future an error of another type, and is in disorder then. False if this is no backward,
-        as in ``Join``.
-        """
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        try:
-            queue(lambda: queue(self._raise))  # DDP's own callback is queued by then
-        except RuntimeError:
-            return False
-        return True
-
-    def _raise(self) -> None:
-        """The first bucket's, whichever failed first: so it is the same on all ranks."""
-        errors, self._errors = self._errors, {}
-        if errors:
-            raise errors[min(errors)]
-
     def settle(self) -> None:
         """Tell the telemetry of the last step, which nothing follows; :meth:`close` does so too."""
         if self._watch is not None:
             self._watch.settle()
 
     def close(self) -> None:
-        """End the threads and connections; the model can no longer be trained."""
+        """End the threads and connections; the model can no longer be trained.
+
+        Residuals stay, for :meth:`state_dict`; the model is not kept, nor its parameters.
+        """
         self.settle()
         self._reducer.close()
         if self.telemetry is not None:
             self.telemetry.close()
 
 
-def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    buffer, index = bucket.buffer(), bucket.index()
+def _hook(state: "weakref.ref[Compression]", bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    compression, buffer, index = state(), bucket.buffer(), bucket.index()
+    assert compression is not None  # the model keeps it
     result: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.device.type == "cuda" else None
     )
-    reducer = compression._reducer
+    reducer, failures = compression._reducer, compression._failures
     # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
     if reducer.is_between_steps or bucket.is_last():
-        compression._raises = compression._raises_after_backward()
+        failures.begin()
 
     def finish(done: Future[None]) -> None:
         error = done.exception()
         if error is None:
             result.set_result(buffer)
-        elif compression._raises:
-            compression._errors[index] = error
+        elif failures.wait:
+            failures.by_bucket[index] = error
             result.set_result(buffer.fill_(torch.nan))
         else:
             result.set_exception(error)  # type: ignore[arg-type]
