@@ -399,6 +399,29 @@ def test_nothing_is_written_to_gradients_after_a_bucket_has_failed():
     assert results(on_every_rank(body, 3, peers)) == [True] * 3
 
 
+@pytest.mark.parametrize("name", ["a", "bias"])
+def test_means_that_cannot_be_written_are_an_error_not_a_wait(name):
+    """Callbacks of futures drop errors: the bucket would never be done."""
+    reducer = GradientReducer(parameters(), "int4", Alone())
+    gradients = {n: torch.zeros(1).expand(SHAPES[n]) if n == name else torch.zeros(SHAPES[n]) for n in SHAPES}
+    done = reducer.start(list(gradients), list(gradients.values()), last=True)
+    with pytest.raises(RuntimeError, match="written-to tensor"):
+        done.result(TIMEOUT_S)
+    with pytest.raises(RuntimeError, match="written-to tensor"):  # the ranks are no longer in step
+        reducer.reduce()
+
+
+def test_an_error_in_a_bucket_ends_those_before_it():
+    """Their small tensors travel with the last bucket, which never comes."""
+    reducer = GradientReducer(parameters(), "int4", Alone())
+    first = reducer.start(["norm", "a"], [torch.ones(100), torch.ones(80, 64)], last=False)
+    reducer.on_gradient.append(lambda name, gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        reducer.start(["bias", "b"], [torch.ones(64), torch.ones(64, 100)], last=True)
+    with pytest.raises(ZeroDivisionError):
+        first.result(TIMEOUT_S)
+
+
 @pytest.mark.parametrize(
     ("mine", "words"),
     [

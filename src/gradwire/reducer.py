@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire.codecs import State, codec
 from gradwire.collectives import (
@@ -162,11 +162,15 @@ class _Countdown:
                 self.errors[place] = error
             if self.parts:
                 return  # also after an error: others still write to the gradients
+            if not self.errors:
+                try:
+                    self.action()
+                except BaseException as why:
+                    self.errors[place] = why
             if self.errors:
                 self.done.set_exception(self.errors[min(self.errors)])
-                return
-            self.action()
-            self.done.set_result(None)
+            else:
+                self.done.set_result(None)
 
 
 class GradientReducer:
@@ -199,7 +203,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         what: str | Method,
         peers: Peers,
         *,
@@ -305,7 +309,38 @@ class GradientReducer:
         Every rank starts the same buckets in the same order. ``last`` ends the step: vectors and small tensors of all
         buckets travel then, so no bucket that has any is done before. ``flat`` is the memory of the gradients, if they
         lie end to end: it saves copies, and where all of it is reduced as it is nobody asks for the gradients.
+
+        After an error that only this rank knows of, here or in the future, the other ranks are told that it failed.
         """
+        try:
+            done = self._start(names, gradients, last, flat)
+        except BaseException as error:
+            self.give_up(error)
+            waiting, self._now.waiting, self._now.small = self._now.waiting, [], {}
+            for countdown in waiting:  # for small tensors, which may never be sent now
+                countdown(len(self._now.results), error)
+            raise
+        done.add_done_callback(lambda future: self.give_up(future.exception()))
+        return done
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Reduce nothing more after an error that the other ranks cannot know of, and tell them."""
+        if error is None or isinstance(error, NonFiniteError | PeerError):  # which all ranks have
+            return
+        failed = Future[Reduced]()
+        failed.set_exception(error)
+        self._now.results.append(failed)  # no state of this step counts
+        self._pipeline.fail(error)
+        if isinstance(self.peers, ProcessPeers):
+            self.peers.give_up(error)
+
+    def _start(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
+        last: bool,
+        flat: Tensor | None,
+    ) -> Future[None]:
         if not self._open:
             self._begin_step()
         self._open = not last
@@ -399,17 +434,20 @@ class GradientReducer:
 
         def arrived(future: Future[Reduced]) -> None:
             error = future.exception()
-            if error is None:
-                section.next_state = future.result().state
-                if in_place is None:
-                    for piece, gradient in zip(
-                        torch.split(future.result().mean.view(-1), section.sizes), gradients, strict=True
-                    ):
-                        gradient.copy_(piece.view(gradient.shape))
-            elif isinstance(error, NonFiniteError) and self.nonfinite == "propagate":
-                for gradient in gradients:
-                    gradient.fill_(torch.nan)
-                error = None
+            try:
+                if error is None:
+                    section.next_state = future.result().state
+                    if in_place is None:
+                        for piece, gradient in zip(
+                            torch.split(future.result().mean.view(-1), section.sizes), gradients, strict=True
+                        ):
+                            gradient.copy_(piece.view(gradient.shape))
+                elif isinstance(error, NonFiniteError) and self.nonfinite == "propagate":
+                    for gradient in gradients:
+                        gradient.fill_(torch.nan)
+                    error = None
+            except BaseException as why:  # or the countdown would never end
+                error = why
             for countdown in then:
                 countdown(place, error)
 

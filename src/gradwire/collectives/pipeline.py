@@ -96,10 +96,11 @@ class Pipeline:
             return failed
         future = start()
         if future is not None:
-            future.add_done_callback(lambda done: self._note(done.exception()))
+            future.add_done_callback(lambda done: self.fail(done.exception()))
         return future
 
-    def _note(self, error: BaseException | None) -> None:
+    def fail(self, error: BaseException | None) -> None:
+        """Let all later reductions fail with an error, unless it is one that leaves the ranks in step."""
         if error is not None and not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
             self._error = self._error or error
 
@@ -145,7 +146,7 @@ class Pipeline:
         except StopIteration as stop:
             future.set_result(stop.value)
         except BaseException as error:
-            self._note(error)
+            self.fail(error)
             future.set_exception(error)
         else:
             self._pass(stage + 1, job)
