@@ -115,6 +115,27 @@ def answers(folder):
     return said(folder, cases, 3)
 
 
+UNUSUAL = [("complex", "dense", 0), ("complex", "none", 1e-6), ("complex", "int8", 0.02), ("float64", "dense", 0)]
+FAILURES = ("start", "encode")
+
+
+@pytest.fixture(scope="module")
+def edges(tmp_path_factory):
+    """What two ranks said of models and options that are seldom used."""
+    cases = {
+        "refused": ("refused_models", {}),
+        **{f"{what}_{name}": ("unusual", {"what": what, "name": name}) for what, name, _ in UNUSUAL},
+        **{
+            f"uneven_{name}_{by_initial}": ("uneven_beside_plain", {"name": name, "by_initial": by_initial})
+            for name in ("none", "dense")
+            for by_initial in (True, False)
+        },
+        "compiled_before": ("compiled", {"where": "before"}),
+        **{f"failing_{how}": ("failing", {"how": how}) for how in FAILURES},
+    }
+    return said(tmp_path_factory.mktemp("edges"), cases, 2)
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_parameters_are_the_same_bits_on_every_rank_after_200_steps(trained, codec):
     for rank in same_on_every_rank(trained[codec], "before", "after"):
@@ -249,6 +270,59 @@ def test_ranks_may_have_uneven_inputs(answers, codec):
     ranks = same_on_every_rank(answers[f"uneven_{codec}"])
     assert [rank["steps"] for rank in ranks] == [3, 5, 7]
     assert all(rank["finite"] for rank in ranks)
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize("codec", ["none", "dense"])
+def test_join_divides_by_the_ranks_that_ddp_divides_by(edges, codec, by_initial):
+    for rank in same_on_every_rank(edges[f"uneven_{codec}_{by_initial}"]):
+        assert rank["moved"] > 0.01
+        assert rank["worst"] < 1e-6 if codec == "none" else rank["worst"] == 0
+
+
+@pytest.mark.parametrize(("what", "codec", "most"), UNUSUAL)
+def test_unusual_parameters_have_the_gradients_of_plain_ddp(edges, what, codec, most):
+    for rank in same_on_every_rank(edges[f"{what}_{codec}"]):
+        assert rank["worst"] <= most
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    {
+        **{
+            f"sparse, {codec}": r"`model` .* sparse gradients, '0\.weight', .* `sparse=False`.*to_ignore"
+            for codec in ("dense", "auto", "int4", "powersgd:2")
+        },
+        "a sparse bag": r".*'0\.weight', .* `sparse=False`",
+        "sparse, but ignored": "no error",
+        "float64, none": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*'dense'",
+        "float64, auto": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*'dense'",
+        "python_reducer": r".*`torch\._dynamo\.config\.optimize_ddp = True` before you wrap",
+        "mixed_precision": r".*DistributedDataParallel\(mixed_precision=.*`torch\.autocast`",
+    }.items(),
+)
+def test_models_that_cannot_be_compressed_are_refused_in_words_that_help(edges, what, words):
+    for rank in edges["refused"]:
+        assert re.match(words, rank[what])
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_hook_that_fails_on_one_rank_ends_the_step_on_all_of_them_at_once(edges, how):
+    healthy, failed = without_error(edges[f"failing_{how}"])
+    assert failed["errors"] == [["ZeroDivisionError", "as planned"]] * 2
+    for kind, words in healthy["errors"]:
+        assert kind == "PeerError"
+        assert "failed: rank 1 failed with ZeroDivisionError" in words
+    assert len(healthy["errors"]) == 2
+    for rank in (healthy, failed):
+        assert rank["kept"]
+        assert rank["seconds"] < 15  # not the 20 s that a rank may be silent
+
+
+def test_a_compiled_model_is_compressed_as_the_model_inside_is(edges):
+    for rank in without_error(edges["compiled_before"]):
+        assert rank["worst"] < 1e-5
+        assert rank["sent"] > 0
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])

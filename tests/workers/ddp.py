@@ -2,6 +2,7 @@
 
 import gc
 import math
+import time
 import zlib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint as computed_again
 
 import gradwire
@@ -343,11 +345,122 @@ def uneven(rank, ranks, name):
     return {"parameters": parameters(model), "steps": len(losses), "finite": all(map(math.isfinite, losses))}
 
 
+def uneven_beside_plain(rank, ranks, name, by_initial):
+    """Rank r has 2 + 2r steps; the last one's gradients and parameters beside plain DDP's."""
+    plain, (ours, _) = ddp(), compressed(name)
+    for model in (plain, ours):
+        optimizer = sgd(model)
+        with Join([model], divide_by_initial_world_size=by_initial):
+            train(model, optimizer, range(2 + 2 * rank), rank)
+    moved = distance(ours.parameters(), Net().parameters())
+    return {"worst": distance(plain.parameters(), ours.parameters()), "moved": moved, "parameters": parameters(ours)}
+
+
+class Complex(nn.Module):
+    """Layers of complex numbers, as Fourier operators have them, between real ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 96), nn.Linear(64, 10)
+        self.spectral = nn.Parameter(0.1 * torch.randn(96, 64, dtype=torch.complex64))
+        self.phase = nn.Parameter(torch.zeros(64, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.last((torch.tanh(self.first(x)).to(self.spectral.dtype) @ self.spectral + self.phase).abs())
+
+
+def unusual(rank, what, name):
+    """The gradients of a model of unusual parameters beside plain DDP's, over steps of the same parameters."""
+    plain, ours = (ddp(Complex() if what == "complex" else Net().double()) for _ in range(2))
+    gradwire.compress(ours, name, timeout_s=TIMEOUT_S)
+    optimizers = [sgd(plain), sgd(ours)]
+    worst = 0.0
+    for step in range(4):
+        for model in (plain, ours):
+            model.zero_grad()
+            x, target = batch(step, rank)
+            dtype = torch.float64 if what == "float64" else torch.float32
+            nn.functional.cross_entropy(model(x.to(dtype)), target).backward()
+        pairs = zip(gradients(plain), gradients(ours), strict=True)
+        worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in pairs))
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"worst": worst, "parameters": parameters(ours)}
+
+
+def refused_models(rank):
+    """What is said of models whose gradients cannot be compressed, by what is wrong with them."""
+
+    def refusal(make, codec="int4"):
+        try:
+            gradwire.compress(make(), codec, timeout_s=TIMEOUT_S)
+        except ConfigError as error:
+            return str(error)
+        return "no error"
+
+    def sparse(kind=nn.Embedding, ignored=()):
+        module = nn.Sequential(kind(100, 64, sparse=True), nn.Linear(64, 80))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(ignored))
+        return ddp(module)
+
+    def in_python():
+        torch._dynamo.config.optimize_ddp = "python_reducer"
+        try:
+            return ddp(bucket_cap_mb=1)
+        finally:
+            torch._dynamo.config.optimize_ddp = True
+
+    def mixed():
+        return ddp(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+
+    return {
+        **{f"sparse, {codec}": refusal(sparse, codec) for codec in ("dense", "auto", "int4", "powersgd:2")},
+        "a sparse bag": refusal(lambda: sparse(nn.EmbeddingBag)),
+        "sparse, but ignored": refusal(lambda: sparse(ignored=["0.weight"])),
+        **{f"float64, {codec}": refusal(lambda: ddp(Net().double()), codec) for codec in ("none", "auto")},
+        "python_reducer": refusal(in_python),
+        "mixed_precision": refusal(mixed),
+    }
+
+
+def failing(rank, how):
+    """A hook that fails on rank 1 in its third step: an error there, another on all others, and none of them hangs."""
+    model, compression = compressed("ef(topk:0.05)", find_unused_parameters=True)
+    optimizer, reducer, errors = sgd(model), compression._reducer, []
+    train(model, optimizer, range(2), rank)
+    kept = residuals(compression)
+
+    def fail(*arguments, **more):
+        raise ZeroDivisionError("as planned")
+
+    if rank == 1 and how == "start":
+        reducer.on_gradient.append(lambda name, gradient: fail() if name == "layers.1.weight" else None)
+    elif rank == 1 and how == "encode":
+        for section in reducer._plan(next(names for names in reducer._plans if "layers.1.weight" in names)):
+            object.__setattr__(section.collective, "reduce", fail)
+    began = time.monotonic()
+    for step in (2, 3):
+        try:
+            train(model, optimizer, [step], rank)
+        except Exception as error:
+            errors.append([type(error).__name__, str(error)])
+    took = time.monotonic() - began
+    same = all(map(torch.equal, kept, residuals(compression)))
+    compression.close()
+    return {"errors": errors, "seconds": took, "kept": same}
+
+
 def compiled(rank, where):
     """torch.compile, of the module in DDP or of DDP."""
     torch._dynamo.reset()
     buckets = {"bucket_cap_mb": 1}  # dynamo wants no bucket below DDP's first of 1 MiB
-    if where == "inside":
+    if where == "before":  # and used already
+        model = ddp(**buckets)
+        called = torch.compile(model, backend="aot_eager")
+        loss_of(called, 0, rank).backward()
+        compression = gradwire.compress(called, "none", timeout_s=TIMEOUT_S)
+    elif where == "inside":
         model, compression = compressed("none", torch.compile(Net(), backend="aot_eager"), **buckets)
         called = model
     else:
@@ -619,10 +732,11 @@ CASES = {
     "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "refusals": refusals,
     "closed": closed, "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
     "planned": planned, "taken_over": taken_over, "ignored": ignored, "always_dense": always_dense,
+    "unusual": unusual, "refused_models": refused_models, "failing": failing,
 }  # fmt: skip
 OF_RANKS = {
     "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,
-    "unused_loses_nothing": unused_loses_nothing,
+    "unused_loses_nothing": unused_loses_nothing, "uneven_beside_plain": uneven_beside_plain,
 }  # fmt: skip
 
 

@@ -1,19 +1,19 @@
 """DistributedDataParallel with compressed gradients."""
 # No postponed annotations: DDP reads those of a hook.
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.plain import PlainExchange
 from gradwire.adapters.watch import Watch
 from gradwire.collectives import Method, Peers, connect, find_hosts
+from gradwire.collectives.peers import tell
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
 from gradwire.planner import FIRST, Auto, Autopilot, Event, Plan
@@ -21,7 +21,7 @@ from gradwire.reducer import GradientReducer, Traffic
 from gradwire.telemetry import Telemetry
 from gradwire.telemetry.base import as_number
 
-__all__ = ["Compression", "compress"]
+__all__ = ["Compression", "compress", "uncompiled"]
 
 _NO_PLAN: Final = {"plan": "", "settled": False}
 _KEEPER: Final = "_gradwire"  # of a model: it must know of what watches it as long as it is there
@@ -70,11 +70,16 @@ def compress(
     0
     >>> compression.close(); dist.destroy_process_group()
     """
+    model = uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
+    ignored = getattr(model, "parameters_to_ignore", ())  # which DDP leaves alone
+    parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
+    _check_reduction(model)
+    _check_parameters(model, parameters, codec)
     if getattr(model, "_comm_hooks", None) or hasattr(model, _KEEPER):
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
@@ -86,9 +91,8 @@ def compress(
     peers = connect(model.process_group, timeout_s=timeout_s)
     hosts = find_hosts(peers, tag=1)  # asked by all, so that ranks that want it differently learn so
     auto = Auto() if codec == "auto" else codec if isinstance(codec, Auto) else None
-    ignored = getattr(model, "parameters_to_ignore", ())  # by DDP, because somebody else sees to them
     reducer = GradientReducer(
-        {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored},
+        {name: _real(parameter) for name, parameter in parameters.items()},
         codec if not isinstance(codec, Auto) and auto is None else FIRST,
         peers,
         seed=seed,
@@ -105,6 +109,59 @@ def compress(
     return compression
 
 
+def uncompiled(model: Any) -> Any:
+    """Return the module that ``torch.compile`` was given, and any other as it is.
+
+    >>> uncompiled(torch.compile(torch.nn.Linear(2, 2)))
+    Linear(in_features=2, out_features=2, bias=True)
+    """
+    return getattr(model, "_orig_mod", model)
+
+
+def _check_reduction(model: DistributedDataParallel) -> None:
+    """Refuse models whose gradients do not go through the hook of DDP's own reducer."""
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError(
+            "`model` was wrapped while `torch._dynamo.config.optimize_ddp` was 'python_reducer', which has no buckets "
+            "to compress. Set `torch._dynamo.config.optimize_ddp = True` before you wrap the module in "
+            "DistributedDataParallel."
+        )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ConfigError(
+            "`model` has DistributedDataParallel(mixed_precision=...), which reduces gradients by a hook of its own. "
+            "Wrap the module without it, and use `torch.autocast` or a module in bfloat16."
+        )
+
+
+def _check_parameters(
+    model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter], codec: str | Method | Auto
+) -> None:
+    """Refuse parameters whose gradients would not arrive as they should, by name."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for module in model.module.modules():
+        # As DDP finds out which gradients are sparse.
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in names:
+            raise ConfigError(
+                f"`model` has a parameter with sparse gradients, {names[id(module.weight)]!r}, and these cannot be "
+                f"compressed. Make the nn.{type(module).__name__} with `sparse=False`, or have DDP leave the "
+                "parameter out, by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) "
+                "before you wrap the module, and reduce its gradient yourself."
+            )
+    for name, parameter in parameters.items():
+        dense = str(codec) == "dense" and parameter.device.type == "cpu"
+        if parameter.dtype in (torch.float64, torch.complex128) and not dense:
+            raise ConfigError(
+                f"`model` has parameters of double precision: {name!r} is {parameter.dtype}, and its gradient would "
+                "travel in 32 bits. Convert the module with `model.float()` before you wrap it, or take `codec` "
+                "'dense' (on CPUs)."
+            )
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor of complex numbers as one of twice as many real ones, as DDP hands them over; any other as is."""
+    return torch.view_as_real(tensor.detach()).view(*tensor.shape[:-1], -1) if tensor.is_complex() else tensor
+
+
 class Compression:
     """What :func:`compress` put into a model: its state, and what it moved.
 
@@ -116,9 +173,10 @@ class Compression:
         self, model: DistributedDataParallel, reducer: GradientReducer, autopilot: Autopilot | None = None
     ) -> None:
         self._model, self._reducer, self._autopilot = model, reducer, autopilot
-        self._names = {id(parameter): name for name, parameter in reducer.parameters.items()}
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._errors: dict[int, BaseException] = {}  # of this step, by bucket
         self._raises = False  # in the backward that is under way
+        self._share = 1.0  # of the ranks of this step, by which its means are too small
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
         """Where records go, for more of them: ``compression.telemetry.record("validation", step=100, loss=0.3)``."""
@@ -221,6 +279,15 @@ class Compression:
         """Whether what this rank kept is enough for it: yes, if there are as many ranks as there were."""
         return bool(states[0].get("ranks") == self.peers.size)
 
+    def _gradients(self, bucket: GradBucket, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
+        """Return what gives the gradients of a bucket, in its memory."""
+        parameters = [self._reducer.parameters[name] for name in names]
+        if parameters[0].numel() == bucket.parameters()[0].numel():
+            return bucket.gradients
+        # DDP cuts the pairs of complex numbers as if they were single ones.
+        pieces = torch.split(bucket.buffer(), [each.numel() for each in parameters])
+        return lambda: [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
+
     def _raises_after_backward(self) -> bool:
         """Have an error raised when backward ends, after DDP has put its own house in order.
 
@@ -239,6 +306,16 @@ class Compression:
         errors, self._errors = self._errors, {}
         if errors:
             raise errors[min(errors)]
+
+    def _begin_step(self) -> None:
+        """Count the ranks that still have inputs, where ``join`` has means divided by their number only."""
+        config = self._model._join_config
+        by_all = getattr(self._model, "_divide_by_initial_world_size", True)
+        self._share = 1.0
+        if config.enable and config.is_first_joinable and not by_all:  # when DDP does so too
+            mine = "inputs" if self._raises else "none left"  # who has none left is in no backward
+            found = tell(self.peers, mine, self._reducer.next_tags(), "the count of ranks that have inputs")
+            self._share = found.count("inputs") / len(found)
 
     def settle(self) -> None:
         """Tell the telemetry of the last step, which nothing follows; :meth:`close` does so too."""
@@ -259,21 +336,33 @@ def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[
         devices=[buffer.device] if buffer.device.type == "cuda" else None
     )
     reducer = compression._reducer
-    # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
-    if reducer.is_between_steps or bucket.is_last():
-        compression._raises = compression._raises_after_backward()
 
-    def finish(done: Future[None]) -> None:
-        error = done.exception()
+    def complete(error: BaseException | None) -> None:
+        """Complete DDP's future, whatever happens: DDP waits for it, and for nothing else."""
+        try:
+            if error is None and compression._share != 1:
+                buffer.div_(compression._share)
+            elif error is not None and compression._raises:
+                compression._errors[index], error = error, None
+                buffer.fill_(torch.nan)
+        except Exception as why:
+            error = why
         if error is None:
             result.set_result(buffer)
-        elif compression._raises:
-            compression._errors[index] = error
-            result.set_result(buffer.fill_(torch.nan))
         else:
             result.set_exception(error)  # type: ignore[arg-type]
 
-    names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
-    reducing = reducer.start(names, bucket.gradients, last=bucket.is_last(), flat=buffer)
-    reducing.add_done_callback(finish)
+    try:
+        # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
+        if (first := reducer.is_between_steps) or bucket.is_last():
+            compression._raises = compression._raises_after_backward()
+        if first:
+            compression._begin_step()
+        names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
+        reducing = reducer.start(names, compression._gradients(bucket, names), last=bucket.is_last(), flat=buffer)
+    except BaseException as error:
+        reducer.give_up(error)
+        complete(error)
+    else:
+        reducing.add_done_callback(lambda done: complete(done.exception()))
     return result
