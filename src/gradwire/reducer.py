@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -42,7 +42,8 @@ from gradwire.wire import Key, TensorSpec
 __all__ = ["BucketTimes", "GradientReducer", "StepTimes", "Traffic"]
 
 SMALL: Final = 4096
-"""Tensors below this many elements, and vectors, travel together in float32: they cost a message, not bytes."""
+"""Matrices of a bucket with fewer elements than this in all, and vectors, travel in float32: they cost a message, not
+bytes."""
 
 FEW: Final = 1 << 16
 """Small elements of all ranks up to which they are gathered sooner than summed in two rounds."""
@@ -602,8 +603,7 @@ class GradientReducer:
     def _known_of(self, names: tuple[str, ...]) -> tuple[str, int]:
         """How the large tensors of a bucket travel, and its bytes if it were dense; remembered until that changes."""
         if names not in self._known:
-            large = [name for name in names if is_large(self.parameters[name])]
-            label = ", ".join(dict.fromkeys(str(self._methods[n]) for n in large)) or "float32"
+            label = ", ".join(str(how) for how, _ in encoded(names, self.parameters, self._methods)) or "float32"
             numel = sum(self.parameters[name].numel() for name in names)
             self._known[names] = label, ring_bytes(numel, self.peers.size)
         return self._known[names]
@@ -659,7 +659,11 @@ class GradientReducer:
             changed |= set(names)
             for section in self._plans.pop(names):
                 self._states |= section.states()
-        for name in sorted(changed & self._states.keys()):
+        self._carry_on(sorted(changed & self._states.keys()))
+
+    def _carry_on(self, names: Iterable[str]) -> None:
+        """Add what was kept back of some parameters to their next gradients."""
+        for name in names:
             owed = _owed(self._states.pop(name), self.parameters[name].numel(), self.peers.size)
             self._carry[name] = owed + self._carry[name] if name in self._carry else owed
 
@@ -676,6 +680,7 @@ class GradientReducer:
                 for section in self._plans.pop(old):
                     self._states |= section.states()
             self._plans[names] = self._sections(list(names))
+            self._carry_on(name for name in names if name in self._states)  # which travels in float32 from now on
         return self._plans[names]
 
     def _small(self, names: tuple[str, ...]) -> _Section:
@@ -688,12 +693,9 @@ class GradientReducer:
         """The section of the bucket's own memory first, if there is one."""
         if all(isinstance(self._methods[n], AllReduce) for n in names):
             return [self._section(names, Dense(self.peers))]
-        groups: dict[str, list[str]] = {}
-        for name in (n for n in names if is_large(self.parameters[n])):
-            groups.setdefault(str(self._methods[name]), []).append(name)
         sections: list[_Section] = []
-        for large in groups.values():
-            sections += self._sections_of(self._methods[large[0]], large if sections else names, large)
+        for how, large in encoded(names, self.parameters, self._methods):
+            sections += self._sections_of(how, large if sections else names, large)
         return sections
 
     def _sections_of(self, how: Method, names: list[str], large: list[str]) -> list[_Section]:
@@ -754,12 +756,12 @@ class GradientReducer:
         device = self.parameters[names[0]].device if isinstance(collective, Gather) else torch.device("cpu")
         known = {name: self._states.pop(name) for name in names if name in self._states and name not in elsewhere}
         missing = [name for name in names if name not in known and name not in elsewhere]
-        if known and missing:
+        if known and any(is_large(self.parameters[name]) for name in missing):  # small ones may have been in float32
             raise ConfigError(
                 f"the states of the parameters {missing} are missing; those of {sorted(known)} are there."
             )
         if known:
-            # Zeros travel for tensors that are elsewhere, so that is what remains of them.
+            # Zeros travel for tensors that are elsewhere, so that is what remains of them; of float32 nothing does.
             states = [known.get(name) or _nothing_left(size, device) for name, size in zip(names, sizes, strict=True)]
             state = collective.from_tensors(states, sizes)
         else:
@@ -893,13 +895,51 @@ def _scaled(state: State, factor: float) -> State:
     }
 
 
+def encoded(
+    names: Iterable[str], parameters: Mapping[str, Tensor], methods: Mapping[str, Method]
+) -> list[tuple[Method, list[str]]]:
+    """Return the methods of a bucket, and what travels by each; the rest travels in float32, with that of all buckets.
+
+    >>> adapters = {"down": torch.empty(8, 256), "up": torch.empty(256, 8), "bias": torch.empty(256)}
+    >>> [(str(how), names) for how, names in encoded(adapters, adapters, dict.fromkeys(adapters, method("int4")))]
+    [('int4', ['down', 'up'])]
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if is_large(parameters[name]) or _is_matrix(parameters[name]):
+            groups.setdefault(str(methods[name]), []).append(name)
+    found = [(how := methods[group[0]], worth_encoding(group, parameters, how)) for group in groups.values()]
+    return [(how, group) for how, group in found if group]
+
+
+def worth_encoding(names: Collection[str], parameters: Mapping[str, Tensor], how: Method | None = None) -> list[str]:
+    """Return the parameters of a bucket that are worth a codec: matrices, however small where they travel as one.
+
+    They do unless the method is one of whole matrices, to which each is a message: these must be large.
+
+    >>> layers = {"first": torch.empty(64, 64), "last": torch.empty(10, 64), "norm": torch.empty(1, 8192)}
+    >>> worth_encoding(layers, layers), worth_encoding(layers, layers, method("powersgd:4"))
+    (['first', 'last', 'norm'], ['first', 'norm'])
+    """
+    large = [name for name in names if is_large(parameters[name])]
+    if how is not None and not (isinstance(how, AllReduce) or (not isinstance(how, PowerSGD) and is_elementwise(how))):
+        return large
+    matrices = [name for name in names if name in large or _is_matrix(parameters[name])]
+    return matrices if sum(parameters[name].numel() for name in matrices) >= SMALL else []
+
+
 def is_large(parameter: Tensor) -> bool:
-    """Whether a parameter is worth a codec; the rest travels together in float32.
+    """Whether a parameter is worth a codec by itself.
 
     >>> is_large(torch.empty(256, 256)), is_large(torch.empty(65536)), is_large(torch.empty(8, 8))
     (True, False, False)
     """
     return parameter.dim() > 1 and parameter.numel() >= SMALL
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    """Whether it has several rows and columns: a vector, of whatever shape, may need all of its bits."""
+    return sum(size > 1 for size in parameter.shape) > 1
 
 
 def _owed(state: State, size: int, ranks: int) -> Tensor:

@@ -131,6 +131,7 @@ def edges(tmp_path_factory):
             for by_initial in (True, False)
         },
         "compiled_before": ("compiled", {"where": "before"}),
+        "adapters": ("adapters", {"name": "int4"}),
         **{f"failing_{how}": ("failing", {"how": how}) for how in FAILURES},
     }
     return said(tmp_path_factory.mktemp("edges"), cases, 2)
@@ -317,6 +318,15 @@ def test_a_hook_that_fails_on_one_rank_ends_the_step_on_all_of_them_at_once(edge
     for rank in (healthy, failed):
         assert rank["kept"]
         assert rank["seconds"] < 15  # not the 20 s that a rank may be silent
+
+
+def test_adapters_of_small_matrices_are_compressed_and_learn_as_with_ddp(edges):
+    for rank in same_on_every_rank(edges["adapters"], "end"):
+        assert rank["small"] == [26, 32]
+        assert rank["sent"] < 0.15  # of float32; 0.65 if what is small traveled in float32
+        assert rank["ours"][-1] < 0.9 * rank["ours"][0]
+        for plain, ours in zip(rank["plain"], rank["ours"], strict=True):
+            assert math.isclose(plain, ours, rel_tol=0.01)
 
 
 def test_a_compiled_model_is_compressed_as_the_model_inside_is(edges):

@@ -389,6 +389,60 @@ def unusual(rank, what, name):
     return {"worst": worst, "parameters": parameters(ours)}
 
 
+class Adapted(nn.Module):
+    """A linear layer that stays as it is, with an adapter of rank 8, as LoRA has it."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 8, bias=False), nn.Linear(8, outputs, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class AdaptedTransformer(nn.Module):
+    """Two layers with 32 adapter matrices; 26 of them have 2,048 elements, and 6 have 8,192."""
+
+    def __init__(self, width=256, inside=1024):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = dict.fromkeys(("q", "k", "v", "o", "mix"), (width, width))
+        shapes |= {"gate": (width, inside), "rise": (width, inside), "fall": (inside, width)}
+        self.layers = nn.ModuleList(nn.ModuleDict({n: Adapted(*s) for n, s in shapes.items()}) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            q, k, v = (layer[name](norm(x)) for name in "qkv")
+            x = x + layer["o"](nn.functional.scaled_dot_product_attention(q, k, v))
+            x = x + layer["fall"](torch.sigmoid(layer["gate"](x)) * layer["rise"](x)) + layer["mix"](x)
+        return x
+
+
+def adapters(rank, name, steps=40):
+    """Losses of plain DDP and of a codec that train the same adapters, and what a step sent."""
+    losses, generator = [], torch.Generator().manual_seed(9)
+    turn = torch.linalg.qr(torch.randn(256, 256, generator=generator))[0]
+    plain, ours = (DistributedDataParallel(AdaptedTransformer()) for _ in range(2))
+    compression = gradwire.compress(ours, name, timeout_s=TIMEOUT_S)
+    for model in (plain, ours):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+        losses.append([])
+        for step in range(steps):
+            optimizer.zero_grad()
+            x = torch.randn(2, 8, 256, generator=generator.manual_seed(100 * step + rank))
+            loss = (model(x) - x @ turn).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    traffic, sizes = compression.traffic, [p.numel() for p in ours.parameters() if p.requires_grad and p.dim() > 1]
+    small = sum(size < 4096 for size in sizes)
+    sent = traffic.sent_bytes / traffic.dense_sent_bytes
+    return {"plain": losses[0], "ours": losses[1], "small": [small, len(sizes)], "sent": sent, "end": parameters(ours)}
+
+
 def refused_models(rank):
     """What is said of models whose gradients cannot be compressed, by what is wrong with them."""
 
@@ -733,6 +787,7 @@ CASES = {
     "closed": closed, "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
     "planned": planned, "taken_over": taken_over, "ignored": ignored, "always_dense": always_dense,
     "unusual": unusual, "refused_models": refused_models, "failing": failing,
+    "adapters": adapters,
 }  # fmt: skip
 OF_RANKS = {
     "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,
