@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from gradwire.collectives import (
     method,
 )
 from gradwire.collectives.base import STAGES, ring_bytes, where
-from gradwire.collectives.choose import flat_collective, is_elementwise
+from gradwire.collectives.choose import encoded_nbytes, flat_collective, is_elementwise, rows_and_columns
 from gradwire.collectives.low_rank import LowRank
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError, PeerError
@@ -48,6 +49,9 @@ bytes."""
 FEW: Final = 1 << 16
 """Small elements of all ranks up to which they are gathered sooner than summed in two rounds."""
 
+
+_OF_OTHERS: Final = codec("int8")
+"""For matrices that low rank does not make smaller."""
 
 _PATIENCE_S: Final = 2.0
 """When a reducer is closed, for what is under way, it may be to a rank that is gone."""
@@ -321,7 +325,13 @@ class GradientReducer:
             for countdown in waiting:  # for small tensors, which may never be sent now
                 countdown(len(self._now.results), error)
             raise
-        done.add_done_callback(lambda future: self.give_up(future.exception()))
+        weak = weakref.ref(self)  # futures must not know the reducer, which knows them
+
+        def finished(future: Future[None]) -> None:
+            if (reducer := weak()) is not None:
+                reducer.give_up(future.exception())
+
+        done.add_done_callback(finished)
         return done
 
     def give_up(self, error: BaseException | None) -> None:
@@ -626,6 +636,25 @@ class GradientReducer:
         """How each parameter travels, unless it is so small that it goes with others in float32."""
         return {name: str(how) for name, how in self._methods.items()}
 
+    @property
+    def composition(self) -> str:
+        """How many bytes of a step travel in what, as a rank encodes them: in words, and as if all were one bucket."""
+        groups = encoded(self.parameters, self.parameters, self._methods)
+        if all(isinstance(how, AllReduce) for how in self._methods.values()):
+            groups = [(AllReduce(), list(self.parameters))]
+        rest = set(self.parameters).difference(*(names for _, names in groups))
+        rows: list[tuple[str, Method, Collection[str]]] = []
+        for how, names in groups:
+            thin, others = _thin(how, names, self.parameters) if isinstance(how, PowerSGD) else (names, [])
+            rows += [(str(how), how, thin), (str(_OF_OTHERS), _OF_OTHERS, others)]
+        rows.append(("float32 (vectors and small matrices)", AllReduce(), rest))
+        every, words = sum(each.numel() for each in self.parameters.values()), list[str]()
+        for label, how, some in rows:
+            shapes = [tuple(self.parameters[name].shape) for name in some]
+            if numel := sum(map(math.prod, shapes)):
+                words.append(f"{label}: {encoded_nbytes(how, shapes):,} bytes, {numel / every:.0%} of the elements")
+        return "; ".join(words)
+
     def travels_as(self, name: str) -> str:
         """How a parameter travels, by its method alone."""
         return str(self._methods[name])
@@ -717,9 +746,8 @@ class GradientReducer:
     def _low_rank_sections(self, how: PowerSGD, names: list[str], large: list[str]) -> list[_Section]:
         sizes = [self.parameters[n].numel() for n in names]
         starts = dict(zip(names, accumulate(sizes, initial=0), strict=False))
-        shapes = {n: (len(self.parameters[n]), self.parameters[n].numel() // len(self.parameters[n])) for n in large}
-        thin = [n for n in large if how.pays(*shapes[n])]
-        others = [n for n in large if n not in thin]
+        shapes = {n: rows_and_columns(self.parameters[n].shape) for n in large}
+        thin, others = _thin(how, large, self.parameters)
         sections = []
         if thin:
             collective = LowRank(
@@ -735,7 +763,7 @@ class GradientReducer:
             sections.append(self._section(names, collective, elsewhere=set(names) - set(thin)))
         if others:
             elsewhere = set(names) - set(others) if not thin else set()
-            collective_of_others = flat_collective(self.peers, codec("int8"), self.hosts)
+            collective_of_others = flat_collective(self.peers, _OF_OTHERS, self.hosts)
             sections.append(self._section(others, collective_of_others, elsewhere=elsewhere))
         return sections
 
@@ -926,6 +954,14 @@ def worth_encoding(names: Collection[str], parameters: Mapping[str, Tensor], how
         return large
     matrices = [name for name in names if name in large or _is_matrix(parameters[name])]
     return matrices if sum(parameters[name].numel() for name in matrices) >= SMALL else []
+
+
+def _thin(how: PowerSGD, names: Iterable[str], parameters: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Return the matrices that low rank makes smaller, and the others."""
+    thin, others = list[str](), list[str]()
+    for name in names:
+        (thin if how.pays(*rows_and_columns(parameters[name].shape)) else others).append(name)
+    return thin, others
 
 
 def is_large(parameter: Tensor) -> bool:

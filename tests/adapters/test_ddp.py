@@ -422,6 +422,29 @@ def test_groups_of_two_of_four_ranks(tmp_path):
     assert [rank["method"] for rank in ranks] == ["ef(topk:0.05)"] * 2 + ["int8"] * 2
 
 
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    {
+        "int4": ": int4: 4,272 bytes, 98% of the elements; "
+        "float32 (vectors and small matrices): 768 bytes, 2% of the elements",
+        "dense": ": dense: 33,280 bytes, 100% of the elements",
+        "auto": " until the first plan: dense: 33,280 bytes, 100% of the elements",
+        "powersgd:4+int8": ": powersgd:4+int8: 596 bytes, 49% of the elements; float32 (vectors and small matrices): ",
+    }.items(),
+)
+def test_compress_logs_what_travels_in_what(codec, words, caplog):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1, bias=False))
+        module[1].weight = nn.Parameter(torch.zeros(64, 63))
+        with caplog.at_level("INFO", logger="gradwire"):
+            gradwire.compress(nn.parallel.DistributedDataParallel(module), codec).close()
+    finally:
+        torch.distributed.destroy_process_group()
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "gradwire"]
+    assert re.match(rf"gradients of a step{re.escape(words)}", line), line
+
+
 def test_a_model_that_is_no_ddp_at_all():
     with pytest.raises(ConfigError, match="DistributedDataParallel; got Linear"):
         gradwire.compress(nn.Linear(3, 3), "int4")

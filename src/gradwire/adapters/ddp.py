@@ -1,6 +1,7 @@
 """DistributedDataParallel with compressed gradients."""
 # No postponed annotations: DDP reads those of a hook.
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -23,6 +24,7 @@ from gradwire.telemetry.base import as_number
 
 __all__ = ["Compression", "compress", "uncompiled"]
 
+_log: Final = logging.getLogger("gradwire")
 _NO_PLAN: Final = {"plan": "", "settled": False}
 _KEEPER: Final = "_gradwire"  # of a model: it must know of what watches it as long as it is there
 
@@ -106,6 +108,9 @@ def compress(
     if watched is not None:
         compression.watch(watched)
     setattr(model, _KEEPER, compression)
+    if not peers.rank:
+        until = " until the first plan" if auto is not None else ""
+        _log.info("gradients of a step%s: %s", until, reducer.composition)
     return compression
 
 
@@ -162,6 +167,33 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()).view(*tensor.shape[:-1], -1) if tensor.is_complex() else tensor
 
 
+class _Failures:
+    """Errors of a step, which are raised when backward ends, once DDP has finished its bookkeeping.
+
+    DDP makes of a failed future an error of another type, and is in disorder then.
+    """
+
+    def __init__(self) -> None:
+        self.by_bucket: dict[int, BaseException] = {}
+        self.wait = False  # whether the backward under way raises them
+
+    def begin(self) -> None:
+        """Have errors raised when the backward under way ends; not if there is none, as in ``Join``."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        try:
+            queue(lambda: queue(self._raise))  # DDP's own callback is queued by then
+        except RuntimeError:
+            self.wait = False
+        else:
+            self.wait = True
+
+    def _raise(self) -> None:
+        """The first bucket's, whichever failed first: so it is the same on all ranks."""
+        errors, self.by_bucket = self.by_bucket, {}
+        if errors:
+            raise errors[min(errors)]
+
+
 class Compression:
     """What :func:`compress` put into a model: its state, and what it moved.
 
@@ -174,8 +206,7 @@ class Compression:
     ) -> None:
         self._model, self._reducer, self._autopilot = model, reducer, autopilot
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._errors: dict[int, BaseException] = {}  # of this step, by bucket
-        self._raises = False  # in the backward that is under way
+        self._failures = _Failures()
         self._share = 1.0  # of the ranks of this step, by which its means are too small
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
@@ -288,32 +319,13 @@ class Compression:
         pieces = torch.split(bucket.buffer(), [each.numel() for each in parameters])
         return lambda: [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
 
-    def _raises_after_backward(self) -> bool:
-        """Have an error raised when backward ends, after DDP has put its own house in order.
-
-        DDP makes of a failed future an error of another type, and is in disorder then. False if this is no backward,
-        as in ``Join``.
-        """
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        try:
-            queue(lambda: queue(self._raise))  # DDP's own callback is queued by then
-        except RuntimeError:
-            return False
-        return True
-
-    def _raise(self) -> None:
-        """The first bucket's, whichever failed first: so it is the same on all ranks."""
-        errors, self._errors = self._errors, {}
-        if errors:
-            raise errors[min(errors)]
-
     def _begin_step(self) -> None:
         """Count the ranks that still have inputs, where ``join`` has means divided by their number only."""
         config = self._model._join_config
         by_all = getattr(self._model, "_divide_by_initial_world_size", True)
         self._share = 1.0
         if config.enable and config.is_first_joinable and not by_all:  # when DDP does so too
-            mine = "inputs" if self._raises else "none left"  # who has none left is in no backward
+            mine = "inputs" if self._failures.wait else "none left"  # who has none left is in no backward
             found = tell(self.peers, mine, self._reducer.next_tags(), "the count of ranks that have inputs")
             self._share = found.count("inputs") / len(found)
 
@@ -335,15 +347,15 @@ def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[
     result: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.device.type == "cuda" else None
     )
-    reducer = compression._reducer
+    reducer, failures, share = compression._reducer, compression._failures, 1.0
 
     def complete(error: BaseException | None) -> None:
         """Complete DDP's future, whatever happens: DDP waits for it, and for nothing else."""
         try:
-            if error is None and compression._share != 1:
-                buffer.div_(compression._share)
-            elif error is not None and compression._raises:
-                compression._errors[index], error = error, None
+            if error is None and share != 1:
+                buffer.div_(share)
+            elif error is not None and failures.wait:
+                failures.by_bucket[index], error = error, None
                 buffer.fill_(torch.nan)
         except Exception as why:
             error = why
@@ -355,9 +367,10 @@ def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[
     try:
         # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
         if (first := reducer.is_between_steps) or bucket.is_last():
-            compression._raises = compression._raises_after_backward()
+            failures.begin()
         if first:
             compression._begin_step()
+        share = compression._share
         names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
         reducing = reducer.start(names, compression._gradients(bucket, names), last=bucket.is_last(), flat=buffer)
     except BaseException as error:

@@ -96,11 +96,14 @@ class Pipeline:
             return failed
         future = start()
         if future is not None:
-            future.add_done_callback(lambda done: self.fail(done.exception()))
+            future.add_done_callback(lambda done: self._note(done.exception()))
         return future
 
-    def fail(self, error: BaseException | None) -> None:
-        """Let all later reductions fail with an error, unless it is one that leaves the ranks in step."""
+    def fail(self, error: BaseException) -> None:
+        """Let all later reductions fail with an error."""
+        self._note(error)
+
+    def _note(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
             self._error = self._error or error
 
@@ -146,7 +149,7 @@ class Pipeline:
         except StopIteration as stop:
             future.set_result(stop.value)
         except BaseException as error:
-            self.fail(error)
+            self._note(error)
             future.set_exception(error)
         else:
             self._pass(stage + 1, job)
