@@ -246,7 +246,7 @@ def test_a_rebuild_of_buckets_loses_nothing(answers):
     for rank in without_error(answers["rebuild"]):
         assert rank["rebuilt"]
         assert rank["buckets"] >= 3
-        assert rank["sections"] == 4
+        assert rank["sections"] == 5  # all matrices: the small one lies in a bucket with larger ones
         assert rank["worst"] < 1e-6
 
 

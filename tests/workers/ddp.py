@@ -25,7 +25,7 @@ TIMEOUT_S = 20
 
 
 class Net(nn.Module):
-    """27 834 parameters; four of its matrices are large enough to be compressed."""
+    """27 834 parameters; four of its matrices are large enough to be compressed by themselves, and the fifth is not."""
 
     def __init__(self):
         super().__init__()
