@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.adapters.models import parameters_to_reduce, uncompiled
 from gradwire.adapters.plain import PlainExchange
 from gradwire.adapters.watch import Watch
 from gradwire.collectives import Method, Peers, connect, find_hosts
@@ -22,7 +23,7 @@ from gradwire.reducer import GradientReducer, Traffic
 from gradwire.telemetry import Telemetry
 from gradwire.telemetry.base import as_number
 
-__all__ = ["Compression", "compress", "uncompiled"]
+__all__ = ["Compression", "compress"]
 
 _log: Final = logging.getLogger("gradwire")
 _NO_PLAN: Final = {"plan": "", "settled": False}
@@ -78,10 +79,7 @@ def compress(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
-    ignored = getattr(model, "parameters_to_ignore", ())  # which DDP leaves alone
-    parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
-    _check_reduction(model)
-    _check_parameters(model, parameters, codec)
+    parameters = parameters_to_reduce(model, str(codec))
     if getattr(model, "_comm_hooks", None) or hasattr(model, _KEEPER):
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
@@ -94,7 +92,7 @@ def compress(
     hosts = find_hosts(peers, tag=1)  # asked by all, so that ranks that want it differently learn so
     auto = Auto() if codec == "auto" else codec if isinstance(codec, Auto) else None
     reducer = GradientReducer(
-        {name: _real(parameter) for name, parameter in parameters.items()},
+        parameters,
         codec if not isinstance(codec, Auto) and auto is None else FIRST,
         peers,
         seed=seed,
@@ -112,59 +110,6 @@ def compress(
         until = " until the first plan" if auto is not None else ""
         _log.info("gradients of a step%s: %s", until, reducer.composition)
     return compression
-
-
-def uncompiled(model: Any) -> Any:
-    """Return the module that ``torch.compile`` was given, and any other as it is.
-
-    >>> uncompiled(torch.compile(torch.nn.Linear(2, 2)))
-    Linear(in_features=2, out_features=2, bias=True)
-    """
-    return getattr(model, "_orig_mod", model)
-
-
-def _check_reduction(model: DistributedDataParallel) -> None:
-    """Refuse models whose gradients do not go through the hook of DDP's own reducer."""
-    if getattr(model, "_use_python_reducer", False):
-        raise ConfigError(
-            "`model` was wrapped while `torch._dynamo.config.optimize_ddp` was 'python_reducer', which has no buckets "
-            "to compress. Set `torch._dynamo.config.optimize_ddp = True` before you wrap the module in "
-            "DistributedDataParallel."
-        )
-    if getattr(model, "mixed_precision", None) is not None:
-        raise ConfigError(
-            "`model` has DistributedDataParallel(mixed_precision=...), which reduces gradients by a hook of its own. "
-            "Wrap the module without it, and use `torch.autocast` or a module in bfloat16."
-        )
-
-
-def _check_parameters(
-    model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter], codec: str | Method | Auto
-) -> None:
-    """Refuse parameters whose gradients would not arrive as they should, by name."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for module in model.module.modules():
-        # As DDP finds out which gradients are sparse.
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in names:
-            raise ConfigError(
-                f"`model` has a parameter with sparse gradients, {names[id(module.weight)]!r}, and these cannot be "
-                f"compressed. Make the nn.{type(module).__name__} with `sparse=False`, or have DDP leave the "
-                "parameter out, by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) "
-                "before you wrap the module, and reduce its gradient yourself."
-            )
-    for name, parameter in parameters.items():
-        dense = str(codec) == "dense" and parameter.device.type == "cpu"
-        if parameter.dtype in (torch.float64, torch.complex128) and not dense:
-            raise ConfigError(
-                f"`model` has parameters of double precision: {name!r} is {parameter.dtype}, and its gradient would "
-                "travel in 32 bits. Convert the module with `model.float()` before you wrap it, or take `codec` "
-                "'dense' (on CPUs)."
-            )
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor of complex numbers as one of twice as many real ones, as DDP hands them over; any other as is."""
-    return torch.view_as_real(tensor.detach()).view(*tensor.shape[:-1], -1) if tensor.is_complex() else tensor
 
 
 class _Failures:

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.ddp import Compression, uncompiled
+from gradwire.adapters.ddp import Compression
 from gradwire.adapters.ddp import compress as compress_ddp
+from gradwire.adapters.models import uncompiled
 from gradwire.adapters.resume import load_residuals
 from gradwire.checkpoint import save_checkpoint
 from gradwire.errors import ConfigError
