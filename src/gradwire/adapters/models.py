@@ -17,7 +17,7 @@ __all__ = ["parameters_to_reduce", "uncompiled"]
 def uncompiled(model: Any) -> Any:
     """Return the module that ``torch.compile`` was given, and any other as it is.
 
-    >>> uncompiled(torch.compile(torch.nn.Linear(2, 2)))
+    >>> uncompiled(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
     Linear(in_features=2, out_features=2, bias=True)
     """
     return getattr(model, "_orig_mod", model)
