@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.codecs import State, codec
 from gradwire.collectives import (
@@ -150,6 +150,13 @@ class _Step:
         return bool(self.results) and all(future.exception() is None for future in self.results)
 
 
+@dataclass
+class _Moment:
+    """When something was done last."""
+
+    at: float = 0.0
+
+
 class _Countdown:
     """Completes a future when so many parts are done, after a last action, or with an error.
 
@@ -245,7 +252,7 @@ class GradientReducer:
         self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
         self._known: dict[tuple[str, ...], tuple[str, int]] = {}  # of buckets
         self._end_of_step = math.nan
-        self._all_reduced_at = 0.0  # the last one that needed no pipeline
+        self._all_reduced = _Moment()  # the last one that needed no pipeline
         self._times: StepTimes | None = None  # of the last step
         self.between: Callable[[int, StepTimes | None], None] | None = None
         self.on_step: list[Callable[[int, StepTimes | None], None]] = []
@@ -280,12 +287,25 @@ class GradientReducer:
             self._take_step()
             self._tell()
 
+    def unhook(self) -> None:
+        """Call nothing more: without the listeners, which know the reducer, both are freed as soon as unused."""
+        self.between = None
+        for listeners in (self.on_step, self.on_gradient, self.onlookers):
+            listeners.clear()
+
     def close(self) -> None:
-        """End the threads, and the connections to other ranks if nothing is under way."""
+        """End the threads, and the connections to other ranks if nothing is under way.
+
+        What is kept from step to step stays until the reducer goes; of parameters and gradients only the sizes do.
+        """
         self._pipeline.close()
         wait(self._now.results, timeout=_PATIENCE_S)  # for those that the pipeline only follows
-        if isinstance(self.peers, ProcessPeers) and all(future.done() for future in self._now.results):
+        if not all(future.done() for future in self._now.results):
+            return
+        if isinstance(self.peers, ProcessPeers):
             self.peers.close()
+        self.settle()
+        self.parameters = {name: nn.Parameter(p.detach().to("meta")) for name, p in self.parameters.items()}
 
     # A whole model at once.
 
@@ -425,6 +445,7 @@ class GradientReducer:
     ) -> None:
         """Start to reduce a section. Its means end in the gradients; with ``flat``, their memory, without a copy."""
         key, tag, place = Key(self.seed, self._step, section.number), self.next_tags(), len(now.results)
+        propagates = self.nonfinite == "propagate"  # futures must not know the reducer, which knows them
         computed = _computed(gradients[0].device)
         can = flat is not None and flat.dtype == torch.float32
         in_place = (
@@ -453,7 +474,7 @@ class GradientReducer:
                             torch.split(future.result().mean.view(-1), section.sizes), gradients, strict=True
                         ):
                             gradient.copy_(piece.view(gradient.shape))
-                elif isinstance(error, NonFiniteError) and self.nonfinite == "propagate":
+                elif isinstance(error, NonFiniteError) and propagates:
                     for gradient in gradients:
                         gradient.fill_(torch.nan)
                     error = None
@@ -465,14 +486,14 @@ class GradientReducer:
         now.sections.append(section)
         now.traces.append(trace := Trace())
         now.of_bucket.append(len(now.buckets) - 1)
-        future = self._all_reduced(section, in_place, key, tag, trace)
+        future = self._all_reduce(section, in_place, key, tag, trace)
         if future is None:
             dense = isinstance(section.collective, Dense)
             future = self._pipeline.submit(reduction(), here=dense, trace=trace)
         now.results.append(future)
         future.add_done_callback(arrived)
 
-    def _all_reduced(
+    def _all_reduce(
         self, section: _Section, flat: Tensor | None, key: Key, tag: int, trace: Trace
     ) -> Future[Reduced] | None:
         """Started where none of our threads has to wait for it; None if that cannot be."""
@@ -480,10 +501,11 @@ class GradientReducer:
         if flat is None or not isinstance(collective, Dense):
             return None
         began = sent = time.perf_counter()
+        last = self._all_reduced
 
         def arrived(future: Future[Reduced]) -> None:
             now = time.perf_counter()
-            trace.wire_s, self._all_reduced_at = now - max(sent, self._all_reduced_at), now
+            trace.wire_s, last.at = now - max(sent, last.at), now
             if isinstance(error := future.exception(), NonFiniteError | PeerError):
                 section.name_in(error)
 
@@ -553,6 +575,7 @@ class GradientReducer:
             self.between(self._step, times)
 
     def _begin_step(self) -> None:
+        self._pipeline.check()
         self._take_step()
         self._rescale()
         self._tell()

@@ -2,6 +2,7 @@
 # No postponed annotations: DDP reads those of a hook.
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -23,11 +24,11 @@ from gradwire.reducer import GradientReducer, Traffic
 from gradwire.telemetry import Telemetry
 from gradwire.telemetry.base import as_number
 
-__all__ = ["Compression", "compress"]
+__all__ = ["Compression", "compress", "compression_of"]
 
 _log: Final = logging.getLogger("gradwire")
 _NO_PLAN: Final = {"plan": "", "settled": False}
-_KEEPER: Final = "_gradwire"  # of a model: it must know of what watches it as long as it is there
+_KEEPER: Final = "_gradwire"  # of a model, which keeps its compression: DDP's reducer knows it only weakly
 
 
 class _Scaler(Protocol):
@@ -80,7 +81,7 @@ def compress(
             "Wrap the model first."
         )
     parameters = parameters_to_reduce(model, str(codec))
-    if getattr(model, "_comm_hooks", None) or hasattr(model, _KEEPER):
+    if getattr(model, "_comm_hooks", None) or compression_of(model) is not None:
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
         if not isinstance(flag, bool):
@@ -105,11 +106,34 @@ def compress(
     compression = Compression(model, reducer, Autopilot(reducer, auto, reducer.hosts) if auto is not None else None)
     if watched is not None:
         compression.watch(watched)
-    setattr(model, _KEEPER, compression)
+    setattr(model, _KEEPER, _Kept(compression))
     if not peers.rank:
         until = " until the first plan" if auto is not None else ""
         _log.info("gradients of a step%s: %s", until, reducer.composition)
     return compression
+
+
+class _Kept:
+    """A model's hold on its compression. A copy of the model is another one, without compression: it has ``()``."""
+
+    def __init__(self, compression: "Compression") -> None:
+        self.compression = compression
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return tuple, ()
+
+
+def compression_of(model: DistributedDataParallel) -> "Compression | None":
+    """Return what :func:`compress` put into a model; None if it was not called with it.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> compression_of(DistributedDataParallel(torch.nn.Linear(3, 2))) is None
+    True
+    >>> dist.destroy_process_group()
+    """
+    kept = getattr(model, _KEEPER, None)
+    return kept.compression if kept else None
 
 
 class _Failures:
@@ -149,7 +173,9 @@ class Compression:
     def __init__(
         self, model: DistributedDataParallel, reducer: GradientReducer, autopilot: Autopilot | None = None
     ) -> None:
-        self._model, self._reducer, self._autopilot = model, reducer, autopilot
+        # The model keeps this, and not the other way round. DDP's C++ reducer has a weak reference: what it held would
+        # never be freed if it knew the model, be it by an error's traceback, for Python's collector cannot look there.
+        self._model, self._reducer, self._autopilot = weakref.ref(model), reducer, autopilot
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._failures = _Failures()
         self._share = 1.0  # of the ranks of this step, by which its means are too small
@@ -161,14 +187,22 @@ class Compression:
             reducer.prepare()  # which may find that nothing is to be compressed
             self._plain = PlainExchange(model, reducer, self._attach) if reducer.is_plain else None
         if self._plain is None:
-            model.register_comm_hook(self, _hook)
+            self._register(model)
+
+    def __del__(self) -> None:
+        self._reducer.unhook()
+
+    def _register(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(weakref.ref(self), _hook)
+        model._comm_hooks.pop()  # a list for copies, which are to have none; DDP's reducer has the hook
 
     def _attach(self) -> None:
         """Take over from DDP's own all-reduce, if gradients are to travel otherwise. DDP keeps a hook for good."""
-        if self._plain is not None and not self._reducer.is_plain:
+        model = self._model()
+        if model is not None and self._plain is not None and not self._reducer.is_plain:
             self._plain.leave()
             self._plain = None
-            self._model.register_comm_hook(self, _hook)
+            self._register(model)
 
     def watch(self, telemetry: Telemetry) -> None:
         """Tell a telemetry what happens from now on; :meth:`close` closes it too."""
@@ -266,9 +300,9 @@ class Compression:
 
     def _begin_step(self) -> None:
         """Count the ranks that still have inputs, where ``join`` has means divided by their number only."""
-        config = self._model._join_config
-        by_all = getattr(self._model, "_divide_by_initial_world_size", True)
-        self._share = 1.0
+        model, self._share = self._model(), 1.0
+        assert model is not None  # it is in a backward, or in ``join``
+        config, by_all = model._join_config, getattr(model, "_divide_by_initial_world_size", True)
         if config.enable and config.is_first_joinable and not by_all:  # when DDP does so too
             mine = "inputs" if self._failures.wait else "none left"  # who has none left is in no backward
             found = tell(self.peers, mine, self._reducer.next_tags(), "the count of ranks that have inputs")
@@ -287,8 +321,9 @@ class Compression:
             self.telemetry.close()
 
 
-def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    buffer, index = bucket.buffer(), bucket.index()
+def _hook(state: "weakref.ref[Compression]", bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    compression, buffer, index = state(), bucket.buffer(), bucket.index()
+    assert compression is not None  # the model keeps it
     result: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.device.type == "cuda" else None
     )

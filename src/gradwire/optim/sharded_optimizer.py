@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import agree
 from gradwire.collectives.peers import tell
@@ -115,11 +117,14 @@ class ShardedOptimizerBase(Optimizer):
         self._stop = False
         self.stop_agreed = False
         self._traffic = ShardTraffic(0, 0, 0, 0)
-        self._hooks = (
-            [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]  # type: ignore[no-untyped-call]
+        arrived = _without_keeping(self)  # parameters outlive the optimizer
+        hooks = (
+            [p.register_post_accumulate_grad_hook(arrived) for p in parameters]  # type: ignore[no-untyped-call]
             if config.auto_sync_gradients
             else []
         )
+        self._unhook = weakref.finalize(self, _remove, hooks)
+        self._unhook.atexit = False
         self._closed = False
         self._note_weights()
         self._begin()
@@ -813,9 +818,23 @@ class ShardedOptimizerBase(Optimizer):
         """End the connections."""
         if not self._closed:
             self._closed = True
-            for hook in self._hooks:
-                hook.remove()
+            self._unhook()
             self.exchange.close()
+
+
+def _without_keeping(optimizer: ShardedOptimizerBase) -> Callable[[Tensor], None]:
+    known = weakref.ref(optimizer)
+
+    def arrived(parameter: Tensor) -> None:
+        if (there := known()) is not None:
+            there._arrived(parameter)
+
+    return arrived
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
