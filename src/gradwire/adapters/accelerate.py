@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from gradwire.adapters.ddp import Compression, compression_of
 from gradwire.adapters.ddp import compress as compress_ddp
-from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from gradwire.adapters.resume import load_residuals
+from gradwire.checkpoint import save_checkpoint
 from gradwire.errors import ConfigError
 from gradwire.extras import require
 
@@ -77,11 +78,9 @@ class CompressionHandler:
             save_checkpoint(self._folder(folder, number), each, keep=1)
 
     def load(self, models: Any, folder: str) -> None:
-        """Called by ``load_state``; what was saved without gradwire has no residuals."""
+        """Called by ``load_state``; warns of what was saved without gradwire, which has no residuals."""
         for number, each in enumerate(self.compressions):
-            last = latest_checkpoint(self._folder(folder, number))
-            if last is not None:
-                load_checkpoint(last, each)
+            load_residuals(self._folder(folder, number), each)
 
     def _folder(self, folder: str, number: int) -> Path:
         return Path(folder) / _FOLDER / f"model-{number}"

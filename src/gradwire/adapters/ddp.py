@@ -1,9 +1,9 @@
 """DistributedDataParallel with compressed gradients."""
 # No postponed annotations: DDP reads those of a hook.
 
+import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.adapters.models import parameters_to_reduce, uncompiled
 from gradwire.adapters.plain import PlainExchange
 from gradwire.adapters.watch import Watch
 from gradwire.collectives import Method, Peers, connect, find_hosts
+from gradwire.collectives.peers import tell
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
 from gradwire.planner import FIRST, Auto, Autopilot, Event, Plan
@@ -24,6 +26,7 @@ from gradwire.telemetry.base import as_number
 
 __all__ = ["Compression", "compress", "compression_of"]
 
+_log: Final = logging.getLogger("gradwire")
 _NO_PLAN: Final = {"plan": "", "settled": False}
 _KEEPER: Final = "_gradwire"  # of a model, which keeps its compression: DDP's reducer knows it only weakly
 
@@ -73,11 +76,13 @@ def compress(
     0
     >>> compression.close(); dist.destroy_process_group()
     """
+    model = uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
+    parameters = parameters_to_reduce(model, str(codec))
     if getattr(model, "_comm_hooks", None) or compression_of(model) is not None:
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
@@ -89,9 +94,8 @@ def compress(
     peers = connect(model.process_group, timeout_s=timeout_s)
     hosts = find_hosts(peers, tag=1)  # asked by all, so that ranks that want it differently learn so
     auto = Auto() if codec == "auto" else codec if isinstance(codec, Auto) else None
-    ignored = getattr(model, "parameters_to_ignore", ())  # by DDP, because somebody else sees to them
     reducer = GradientReducer(
-        {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored},
+        parameters,
         codec if not isinstance(codec, Auto) and auto is None else FIRST,
         peers,
         seed=seed,
@@ -105,6 +109,9 @@ def compress(
     if watched is not None:
         compression.watch(watched)
     setattr(model, _KEEPER, _Kept(compression))
+    if not peers.rank:
+        until = " until the first plan" if auto is not None else ""
+        _log.info("gradients of a step%s: %s", until, reducer.composition)
     return compression
 
 
@@ -171,8 +178,9 @@ class Compression:
         # The model keeps this, and not the other way round. DDP's C++ reducer has a weak reference: what it held would
         # never be freed if it knew the model, be it by an error's traceback, for Python's collector cannot look there.
         self._model, self._reducer, self._autopilot = weakref.ref(model), reducer, autopilot
-        self._names = {id(parameter): name for name, parameter in reducer.parameters.items()}
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._failures = _Failures()
+        self._share = 1.0  # of the ranks of this step, by which its means are too small
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
         """Where records go, for more of them: ``compression.telemetry.record("validation", step=100, loss=0.3)``."""
@@ -283,6 +291,25 @@ class Compression:
         """Whether what this rank kept is enough for it: yes, if there are as many ranks as there were."""
         return bool(states[0].get("ranks") == self.peers.size)
 
+    def _gradients(self, bucket: GradBucket, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
+        """Return what gives the gradients of a bucket, in its memory."""
+        parameters = [self._reducer.parameters[name] for name in names]
+        if parameters[0].numel() == bucket.parameters()[0].numel():
+            return bucket.gradients
+        # DDP cuts the pairs of complex numbers as if they were single ones.
+        pieces = torch.split(bucket.buffer(), [each.numel() for each in parameters])
+        return lambda: [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
+
+    def _begin_step(self) -> None:
+        """Count the ranks that still have inputs, where ``join`` has means divided by their number only."""
+        model, self._share = self._model(), 1.0
+        assert model is not None  # it is in a backward, or in ``join``
+        config, by_all = model._join_config, getattr(model, "_divide_by_initial_world_size", True)
+        if config.enable and config.is_first_joinable and not by_all:  # when DDP does so too
+            mine = "inputs" if self._failures.wait else "none left"  # who has none left is in no backward
+            found = tell(self.peers, mine, self._reducer.next_tags(), "the count of ranks that have inputs")
+            self._share = found.count("inputs") / len(found)
+
     def settle(self) -> None:
         """Tell the telemetry of the last step, which nothing follows; :meth:`close` does so too."""
         if self._watch is not None:
@@ -305,22 +332,35 @@ def _hook(state: "weakref.ref[Compression]", bucket: GradBucket) -> torch.future
     result: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.device.type == "cuda" else None
     )
-    reducer, failures = compression._reducer, compression._failures
-    # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
-    if reducer.is_between_steps or bucket.is_last():
-        failures.begin()
+    reducer, failures, share = compression._reducer, compression._failures, 1.0
 
-    def finish(done: Future[None]) -> None:
-        error = done.exception()
+    def complete(error: BaseException | None) -> None:
+        """Complete DDP's future, whatever happens: DDP waits for it, and for nothing else."""
+        try:
+            if error is None and share != 1:
+                buffer.div_(share)
+            elif error is not None and failures.wait:
+                failures.by_bucket[index], error = error, None
+                buffer.fill_(torch.nan)
+        except Exception as why:
+            error = why
         if error is None:
             result.set_result(buffer)
-        elif failures.wait:
-            failures.by_bucket[index] = error
-            result.set_result(buffer.fill_(torch.nan))
         else:
             result.set_exception(error)  # type: ignore[arg-type]
 
-    names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
-    reducing = reducer.start(names, bucket.gradients, last=bucket.is_last(), flat=buffer)
-    reducing.add_done_callback(finish)
+    try:
+        # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
+        if (first := reducer.is_between_steps) or bucket.is_last():
+            failures.begin()
+        if first:
+            compression._begin_step()
+        share = compression._share
+        names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
+        reducing = reducer.start(names, compression._gradients(bucket, names), last=bucket.is_last(), flat=buffer)
+    except BaseException as error:
+        reducer.give_up(error)
+        complete(error)
+    else:
+        reducing.add_done_callback(lambda done: complete(done.exception()))
     return result

@@ -58,12 +58,10 @@ class PlainExchange(dist.ProcessGroup):
     @staticmethod
     def can_watch(model: DistributedDataParallel, reducer: GradientReducer) -> bool:
         """Whether a model's all-reduces can be watched: not where devices work while Python goes on."""
-        python_reducer = getattr(model, "_use_python_reducer", False)
         late = getattr(model, "_delay_all_reduce_params", ())
         here = all(parameter.device.type == "cpu" for parameter in reducer.parameters.values())
-        sparse = any(getattr(module, "sparse", False) for module in model.module.modules())  # an embedding's gradients
         known = hasattr(model.reducer, _REPLACE) and isinstance(reducer.peers, ProcessPeers)
-        return here and known and not late and not python_reducer and not sparse
+        return here and known and not late
 
     def leave(self) -> None:
         """Give the model its own group back."""

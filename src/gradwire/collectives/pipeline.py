@@ -102,6 +102,10 @@ class Pipeline:
             future.add_done_callback(lambda done: self._note(done.exception()))
         return future
 
+    def fail(self, error: BaseException) -> None:
+        """Let all later reductions fail with an error."""
+        self._note(error)
+
     def _note(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
             self._error = self._error or error

@@ -224,6 +224,26 @@ class ProcessPeers(ABC):
         seen = "" if culprit == rank else f" (noticed by way of rank {rank})"
         return PeerError(f"{what} failed: rank {culprit} {why}{seen}. {_reason(error)}")
 
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed by itself: they do not wait for it any longer.
+
+        Does nothing if a rank is to blame already, which the others know of then.
+        """
+        with self._trial.lock:
+            if self._trial.verdict is not None or self.size == 1:
+                return
+            why = f"failed with {type(error).__name__}"
+            self._trial.verdict = self.rank, why  # for this rank's threads: no peer is to blame for what follows
+
+        def say_so() -> None:
+            with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
+                store().set(f"{self.name}/{self.rank}", f"{self.rank} {why}")
+
+        saying = threading.Thread(target=say_so, daemon=True)
+        saying.start()
+        saying.join(_GRACE_S)
+        self._hang_up(next(rank for rank in range(self.size) if rank != self.rank))
+
     def _judge(self, accused: int, why: str) -> tuple[int, str]:
         verdict: list[tuple[int, str]] = []
 
@@ -244,12 +264,14 @@ class ProcessPeers(ABC):
         self._hang_up(accused)
         accusations = {self.rank: (accused, why)}
         end = time.monotonic() + _GRACE_S
-        while time.monotonic() < end and len(accusations) < self.size - 1:
+        while True:  # at least once: the accused may have said why it failed
             for rank in range(self.size):
                 key = f"{self.name}/{rank}"
                 if rank not in accusations and there.check([key]):
                     whom, _, reason = there.get(key).decode().partition(" ")
                     accusations[rank] = (int(whom), reason)
+            if len(accusations) >= self.size - 1 or time.monotonic() > end:
+                break
             time.sleep(_POLL_S)
         culprit, reason, passed = accused, why, {self.rank}
         while culprit in accusations and culprit not in passed:

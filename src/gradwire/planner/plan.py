@@ -17,7 +17,7 @@ from gradwire.errors import ConfigError
 from gradwire.planner.cost import Cost, Link, Machine, Prediction, predict_step, pure_times
 from gradwire.planner.probe import Network
 from gradwire.planner.trial import Trial, sample_of
-from gradwire.reducer import FEW, is_large
+from gradwire.reducer import FEW, worth_encoding
 from gradwire.wire import TensorSpec
 
 __all__ = ["CANDIDATES", "DENSE", "DOUBT", "Bucket", "Plan", "PlannedBucket", "Situation", "choose", "plan_of", "safer"]
@@ -45,7 +45,7 @@ _WORTH: Final = 0.01  # of a step: less is not worth a plan that differs from bu
 class Bucket:
     """Gradients that are handed over together."""
 
-    names: tuple[str, ...]  # of the large tensors
+    names: tuple[str, ...]  # of the tensors that are worth a codec
     numels: tuple[int, ...]
     small_names: tuple[str, ...] = ()  # of vectors and small tensors, which travel in float32
     small: int = 0  # elements of those
@@ -53,7 +53,7 @@ class Bucket:
     @classmethod
     def of(cls, names: Sequence[str], parameters: Mapping[str, Tensor]) -> Bucket:
         """The bucket of some parameters."""
-        large = tuple(name for name in names if is_large(parameters[name]))
+        large = tuple(worth_encoding(names, parameters))
         small = tuple(name for name in names if name not in large)
         numels = tuple(parameters[name].numel() for name in large)
         return cls(large, numels, small, sum(parameters[name].numel() for name in small))
