@@ -88,8 +88,11 @@ def from_tensors(tensors: Mapping[str, Tensor], text: str) -> Any:
         return node
 
     try:
-        return walk(json.loads(text))
-    except (json.JSONDecodeError, RecursionError) as error:
+        described = json.loads(text)
+        return walk(described)
+    except WireError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise WireError(f"the description of a state is not JSON: {error}.") from error
 
 
@@ -117,7 +120,7 @@ def from_bytes(data: bytes) -> Any:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         text = header["__metadata__"][_KEY]
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WireError(f"not a saved state: {len(data)} bytes are no safetensors file.") from error
     return from_tensors(tensors, text)
 
@@ -137,7 +140,15 @@ def from_file(path: str | Path) -> Any:
             text = header.pop("__metadata__")[_KEY]
             in_order = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
             tensors = {name: _read_tensor(file, **about) for name, about in in_order}
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise WireError(f"not a saved state: {path} is no safetensors file.") from error
     return from_tensors(tensors, text)
 
