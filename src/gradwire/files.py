@@ -104,7 +104,7 @@ def write_whole(path: Path, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except BaseException:
+        except BaseException:  # a full disk must not keep half a file
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
