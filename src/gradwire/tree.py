@@ -140,7 +140,15 @@ def from_file(path: str | Path) -> Any:
             text = header.pop("__metadata__")[_KEY]
             in_order = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
             tensors = {name: _read_tensor(file, **about) for name, about in in_order}
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise WireError(f"not a saved state: {path} is no safetensors file.") from error
     return from_tensors(tensors, text)
 
