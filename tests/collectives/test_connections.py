@@ -651,6 +651,34 @@ def test_strangers_that_reset_or_say_nothing_do_not_disturb(store, monkeypatch):
     silent.close()
 
 
+@pytest.mark.parametrize("count", [4, 50, 200])
+def test_silent_strangers_delay_no_rank(store, count):
+    """More than are held as well: the oldest must go."""
+    with rank_of(0, 3) as zero, contextlib.ExitStack() as stack:
+        address, _ = place(store, 0)
+        strangers = [stack.enter_context(call(address, b"hi"[: each % 3])) for each in range(count)]
+        with takes(0, sockets._HELLO_S):
+            ranks = results(on_every_rank(lambda rank: reach(rank, 3), 3, range(1, 3)))
+            ranks = [zero.result(), *ranks]
+        assert all(hangs_up(each) for each in strangers)
+    results(on_every_rank(lambda peers: agree(peers, "all is well"), 3, ranks))
+
+
+def test_strangers_cost_few_descriptors(store, monkeypatch):
+    monkeypatch.setattr(sockets, "_MOST_STRANGERS", 8)
+    with rank_of(0, 2) as zero, contextlib.ExitStack() as stack:
+        address, _ = place(store, 0)
+        before = len(os.listdir("/proc/self/fd"))
+        count = 100
+        for _ in range(count):
+            stack.enter_context(call(address))
+        ranks = [None, reach(1, 2)]
+        ranks[0] = zero.result()
+        # The strangers' own ends are ours too. Of the callers' at most ten were held, and none is left.
+        assert len(os.listdir("/proc/self/fd")) - before - count <= 10
+    results(on_every_rank(lambda peers: agree(peers, "all is well"), 2, ranks))
+
+
 def test_a_rank_gets_in_once(store):
     with rank_of(0, 3) as zero:
         address, secret = place(store, 0)
@@ -821,6 +849,43 @@ def test_a_transport_can_be_chosen(alone, monkeypatch, named, kind):
     assert (peers.rank, peers.size, peers.timeout_s) == (0, 1, 7)
     agree(peers, "all is well")
     assert connect().name != peers.name  # or a second set of ranks would find the addresses of the first
+
+
+STRANGERS_CALL = """
+import os, socket, sys, time, torch.distributed as dist
+from gradwire.collectives import agree, connect
+from gradwire.collectives.processes import store
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+if rank == 1:
+    key = f"gradwire/{dist.group.WORLD.group_name}/1/address/0"
+    store().wait([key])
+    port, _, address = store().get(key).decode().split(" ")
+    strangers = [socket.create_connection((address, int(port))) for _ in range(int(sys.argv[3]))]
+begin = time.monotonic()
+peers = connect(timeout_s=30)
+agree(peers, "all is well")
+print(time.monotonic() - begin)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("count", [4, 50])
+def test_processes_connect_while_strangers_hold_the_port(tmp_path, count):
+    command = [sys.executable, "-c", STRANGERS_CALL, str(tmp_path / "store")]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(count)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=50)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert float(said[1]) < sockets._HELLO_S
 
 
 TRAINED = """

@@ -6,17 +6,18 @@ wait where they arrive for whoever asks for their tag. That is several times fas
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
@@ -35,7 +36,9 @@ __all__ = ["SocketPeers", "own_address"]
 
 _HELLO: Final = struct.Struct("<8sI16s")  # who calls: a name, the rank, and what only ranks know
 _NAME: Final = b"gradwire"
-_HELLO_S: Final = 10.0
+_HELLO_S: Final = 10.0  # for a caller to say who it is
+_MOST_STRANGERS: Final = 64  # that have not said who they are; of more the oldest must go
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # between looks for the addresses of other ranks
 # Places in Linux's struct tcp_info.
 _OPTIONS, _SEGMENTS_OUT, _BYTES_SENT, _TCP_INFO_BYTES = 5, 136, 200, 208
 
@@ -163,77 +166,165 @@ class _Messages:
 
 
 def _connect(rank: int, size: int, name: str, timeout_s: float) -> dict[int, socket.socket]:
-    """A connection to every other rank: this one calls those below it, and is called by those above."""
-    secret, deadline = secrets.token_bytes(16), time.monotonic() + timeout_s
-    family, address = own_address()
-    connected: dict[int, socket.socket] = {}
-    try:
-        with socket.create_server((address, 0), family=family, backlog=size) as server:
-            port = server.getsockname()[1]
-            store().set(f"{name}/address/{rank}", f"{port} {secret.hex()} {address}")
-            for other in range(rank):
-                connected[other] = _call(rank, other, name, deadline)
-            while len(connected) < size - 1:
-                who, caller = _answer(server, secret, deadline)
-                if caller is None:
-                    missing = [other for other in range(rank + 1, size) if other not in connected]
-                    raise PeerError(f"ranks {missing} have not connected to rank {rank} in {timeout_s:g} s.")
-                if rank < who < size and who not in connected:
-                    connected[who] = caller
-                else:
-                    caller.close()  # nobody of ours
-    except BaseException:
-        for each in connected.values():
+    """Return a connection to every other rank: this one calls those below it, and those above call it."""
+    with _Meeting(rank, size, name) as meeting:
+        end, pause_s = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+        while missing := meeting.missing():
+            if time.monotonic() >= end:
+                raise PeerError(meeting.complaint(missing, timeout_s))
+            meeting.wait(min(pause_s, max(0.0, end - time.monotonic())))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return meeting.connected()
+
+
+class _Meeting:
+    """The connections of a rank while they are made, all at once: no caller that is silent delays another.
+
+    Strangers may call as well. Each costs a descriptor until it says something wrong or is silent for too long.
+    """
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        self._rank, self._size, self._name = rank, size, name
+        self._secret = secrets.token_bytes(16)
+        self._found: dict[int, socket.socket] = {}
+        self._calls: dict[socket.socket, int] = {}  # being made, to which rank
+        self._callers: dict[socket.socket, _Caller] = {}  # that have not said who they are, the oldest first
+        self._most_callers = size + _MOST_STRANGERS
+        family, address = own_address()
+        self._server = socket.create_server((address, 0), family=family, backlog=size + _MOST_STRANGERS)
+        self._ready = selectors.DefaultSelector()
+        self._server.setblocking(False)
+        self._ready.register(self._server, selectors.EVENT_READ)
+        port = self._server.getsockname()[1]
+        store().set(f"{name}/address/{rank}", f"{port} {self._secret.hex()} {address}")
+
+    def __enter__(self) -> _Meeting:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close everything but the connections that were handed over."""
+        for each in (*self._calls, *self._callers, *self._found.values(), self._server):
             each.close()
-        raise
-    for each in connected.values():
-        each.setblocking(False)
-    return connected
+        self._ready.close()
 
+    def missing(self) -> list[int]:
+        """Return the ranks that are not connected."""
+        return [other for other in range(self._size) if other != self._rank and other not in self._found]
 
-def _call(rank: int, other: int, name: str, deadline: float) -> socket.socket:
-    try:
-        port, secret, address = _told(f"{name}/address/{other}", _left(deadline)).split(" ")
-        connected = socket.create_connection((address, int(port)), _left(deadline))
+    def connected(self) -> dict[int, socket.socket]:
+        """Hand the connections over."""
+        found, self._found = self._found, {}
+        return found
+
+    def complaint(self, missing: list[int], timeout_s: float) -> str:
+        """Say which ranks did not come in time."""
+        below = [other for other in missing if other < self._rank]
+        if not below:
+            return f"ranks {missing} have not connected to rank {self._rank} in {timeout_s:g} s."
+        why = "it does not answer" if below[0] in self._calls.values() else "it has not said where it listens"
+        return f"rank {self._rank} cannot connect to rank {below[0]}: {why} in {timeout_s:g} s."
+
+    def wait(self, seconds: float) -> None:
+        """Do what can be done within so many seconds."""
+        self._call_others()
+        for key, _ in self._ready.select(seconds):
+            which = key.fileobj
+            assert isinstance(which, socket.socket)
+            if which is self._server:
+                self._accept()
+            elif which in self._calls:
+                self._greet(which)
+            elif which in self._callers:
+                self._listen(which)
+        now = time.monotonic()
+        for each in [each for each, caller in self._callers.items() if caller.since + _HELLO_S < now]:
+            self._hang_up(each)
+
+    def _call_others(self) -> None:
+        for other in range(self._rank):
+            if other in self._found or other in self._calls.values():
+                continue
+            if not store().check([key := f"{self._name}/address/{other}"]):
+                return  # the next ones are asked for once this one is there
+            port, _, address = str(store().get(key), "utf-8").split(" ")
+            family, kind, _, _, target = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
+            calling = socket.socket(family, kind)
+            self._calls[calling] = other
+            calling.setblocking(False)
+            with suppress(BlockingIOError), self._naming(other):
+                calling.connect(target)
+            self._ready.register(calling, selectors.EVENT_WRITE)
+
+    def _greet(self, calling: socket.socket) -> None:
+        other = self._calls[calling]
+        _, secret, _ = str(store().get(f"{self._name}/address/{other}"), "utf-8").split(" ")
+        with self._naming(other):
+            if failed := calling.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(failed, os.strerror(failed))
+            calling.send(_HELLO.pack(_NAME, self._rank, bytes.fromhex(secret)))  # a new connection has room for it
+        self._ready.unregister(calling)
+        self._found[self._calls.pop(calling)] = calling
+
+    @contextmanager
+    def _naming(self, other: int) -> Iterator[None]:
         try:
-            connected.sendall(_HELLO.pack(_NAME, rank, bytes.fromhex(secret)))
-        except OSError:
-            connected.close()
+            yield
+        except BlockingIOError:
             raise
-    except (OSError, RuntimeError) as error:
-        raise PeerError(f"rank {rank} cannot connect to rank {other}: {error}") from error
-    return connected
+        except OSError as error:
+            raise PeerError(f"rank {self._rank} cannot connect to rank {other}: {error}") from error
 
+    def _accept(self) -> None:
+        for _ in range(self._most_callers):  # and then those who have said something have their turn
+            if len(self._callers) >= self._most_callers:
+                self._hang_up(next(iter(self._callers)))
+            try:
+                caller, _ = self._server.accept()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    return  # no caller is left, or it has gone again
+                if not self._callers:
+                    raise
+                self._hang_up(next(iter(self._callers)))
+                continue
+            caller.setblocking(False)
+            self._callers[caller] = _Caller()
+            self._ready.register(caller, selectors.EVENT_READ)
+            self._listen(caller)
 
-def _left(deadline: float) -> float:
-    return max(0.01, deadline - time.monotonic())
-
-
-def _told(key: str, timeout_s: float) -> str:
-    there = store()
-    there.wait([key], timedelta(seconds=timeout_s))
-    return str(there.get(key), "utf-8")
-
-
-def _answer(server: socket.socket, secret: bytes, deadline: float) -> tuple[int, socket.socket | None]:
-    """The next one that calls, and its rank, -1 if it is nobody of ours; no socket if nobody calls in time."""
-    try:
-        server.settimeout(_left(deadline))
-        caller, _ = server.accept()
-    except TimeoutError:
-        return -1, None
-    hello, patience = b"", min(deadline, time.monotonic() + _HELLO_S)
-    with suppress(OSError):
-        while len(hello) < _HELLO.size and time.monotonic() < patience:
-            caller.settimeout(_left(patience))
+    def _listen(self, caller: socket.socket) -> None:
+        hello = self._callers[caller].hello
+        try:
             more = caller.recv(_HELLO.size - len(hello))
-            if not more:
-                break
-            hello += more
-    if len(hello) < _HELLO.size:
-        return -1, caller
-    name, who, told = _HELLO.unpack(hello)
-    return (int(who) if name == _NAME and hmac.compare_digest(told, secret) else -1), caller
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        hello += more
+        if not more:
+            self._hang_up(caller)
+        elif len(hello) == _HELLO.size:
+            name, who, secret = _HELLO.unpack(hello)
+            known = name == _NAME and hmac.compare_digest(secret, self._secret)
+            if known and self._rank < who < self._size and who not in self._found:
+                self._forget(caller)
+                self._found[who] = caller
+            else:
+                self._hang_up(caller)
+
+    def _forget(self, caller: socket.socket) -> None:
+        self._ready.unregister(caller)
+        del self._callers[caller]
+
+    def _hang_up(self, caller: socket.socket) -> None:
+        self._forget(caller)
+        caller.close()
+
+
+@dataclass
+class _Caller:
+    hello: bytearray = field(default_factory=bytearray)  # as much as has come
+    since: float = field(default_factory=time.monotonic)
 
 
 def own_address() -> tuple[socket.AddressFamily, str]:
