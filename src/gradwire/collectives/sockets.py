@@ -13,17 +13,17 @@ import secrets
 import selectors
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 
+from gradwire.collectives.blame import Report
 from gradwire.collectives.peers import others
 from gradwire.collectives.processes import ProcessPeers, SilentError, store
 from gradwire.collectives.waiting import waiting
@@ -39,49 +39,20 @@ _NAME: Final = b"gradwire"
 _HELLO_S: Final = 10.0  # for a caller to say who it is
 _MOST_STRANGERS: Final = 64  # that have not said who they are; of more the oldest must go
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # between looks for the addresses of other ranks
-# Places in Linux's struct tcp_info.
-_OPTIONS, _SEGMENTS_OUT, _BYTES_SENT, _TCP_INFO_BYTES = 5, 136, 200, 208
-
-
-class _Counters:
-    """Descriptors of the connections, for the kernel's counts."""
-
-    def __init__(self, descriptors: list[int]) -> None:
-        self.descriptors = descriptors
-
-    def __del__(self) -> None:
-        for each in self.descriptors:
-            os.close(each)
-
-    def wire_bytes(self) -> int | None:
-        """What has left, acknowledgements, repetitions and the headers down to Ethernet's included."""
-        if not sys.platform.startswith("linux"):
-            return None
-        total = 0
-        for each in self.descriptors:
-            connected = socket.socket(fileno=each)
-            try:
-                told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                internet = 40 if connected.family == socket.AF_INET6 else 20
-            finally:
-                connected.detach()
-            if len(told) < _TCP_INFO_BYTES:  # before Linux 4.19
-                return None
-            (segments,), (data,) = (
-                struct.unpack_from("=I", told, _SEGMENTS_OUT),
-                struct.unpack_from("=Q", told, _BYTES_SENT),
-            )
-            timestamps = 12 * (told[_OPTIONS] & 1)
-            total += data + segments * (14 + internet + 20 + timestamps)
-        return total
+_GRACE_S: Final = 1.5  # for ranks that wait to be interrupted by a report, and to report what they saw
+# For an all-reduce of torch's to end after a rank has ended: the rank may have done its part of it.
+_ENDING_S: Final = 2.0
 
 
 @dataclass(frozen=True)
 class SocketPeers(ProcessPeers):
-    """A rank with a connection to each other one."""
+    """A rank with a connection to each other one, over which reports travel as well."""
+
+    grace_s: ClassVar[float] = _GRACE_S
+    reports_first: ClassVar[bool] = True
 
     connections: Connections
-    counters: _Counters
+    _disturbed: list[float] = field(default_factory=list, repr=False, compare=False, kw_only=True)  # since when
 
     @classmethod
     def of(cls, rank: int, size: int, group: ProcessGroup, name: str, timeout_s: float) -> SocketPeers:
@@ -89,9 +60,8 @@ class SocketPeers(ProcessPeers):
         from gradwire._native import Connections
 
         found = _connect(rank, size, name, timeout_s) if size > 1 else {}
-        counters = _Counters([connected.dup().detach() for connected in found.values()])
         connections = Connections([(other, connected.detach()) for other, connected in found.items()])
-        return cls(rank, size, group, name, timeout_s, connections, counters)
+        return cls(rank, size, group, name, timeout_s, connections)
 
     def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> _Messages:
         """Nothing needs to be prepared: messages wait where they arrive."""
@@ -100,7 +70,7 @@ class SocketPeers(ProcessPeers):
     @property
     def wire_bytes(self) -> int | None:
         """As the kernel counts them."""
-        return self.counters.wire_bytes()
+        return self.connections.wire_bytes()
 
     def receive_within(self, rank: int, tag: int, seconds: float, what: str) -> Tensor | None:
         """A message, or None if none with that tag comes and the rank is silent for so long."""
@@ -114,16 +84,26 @@ class SocketPeers(ProcessPeers):
         self._deadlines.close()
         self.connections.close()
 
-    def _hang_up(self, accused: int) -> None:
-        self.connections.close()
+    def _send_report(self, report: Report) -> None:
+        self.connections.report(report.to_text())
 
-    def _gone(self, tag: int) -> tuple[int, Exception] | None:
-        for rank in others(self):
-            try:
-                self.connections.receive(rank, tag, 0.0)
-            except RuntimeError as error:
-                return rank, error
-        return None
+    def _reports(self) -> dict[int, Report]:
+        texts = {rank: self.connections.report_of(rank) for rank in others(self)}
+        found = {rank: text and Report.from_text(text, self.size) for rank, text in texts.items()}
+        return {rank: report for rank, report in found.items() if report}
+
+    def _ended(self, rank: int | None, error: BaseException) -> tuple[int, ...]:
+        return tuple(rank for rank in others(self) if self.connections.gone(rank))
+
+    def _silences(self) -> tuple[float, ...]:
+        return tuple(0.0 if rank == self.rank else self.connections.silence(rank) for rank in range(self.size))
+
+    def _hopeless(self) -> bool:
+        if not self.connections.disturbed():
+            return False
+        if not self._disturbed:
+            self._disturbed.append(time.monotonic())
+        return self.connections.reported() or time.monotonic() > self._disturbed[0] + _ENDING_S
 
 
 @dataclass(frozen=True)
