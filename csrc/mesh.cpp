@@ -282,13 +282,8 @@ bool Mesh::write_some(Peer& to) {
 // Read what has come; false when the connection is at its end.
 bool Mesh::read_some(Peer& from) {
   const auto leave = [&](const std::string& why) {
+    if (!from.farewell && !from.report) disturbed_ = true;  // before any waiting ends; only this thread writes the two
     from.leave(why);
-    bool expected;
-    {
-      const std::lock_guard<std::mutex> lock(from.guard);
-      expected = from.farewell || from.report;
-    }
-    if (!expected) disturbed_ = true;
     return false;
   };
   for (;;) {
