@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -26,7 +28,7 @@ struct Message {
 
 class Mesh {
  public:
-  enum class Outcome { done, silent, gone };
+  enum class Outcome { done, silent, gone, reported };
   using Interrupt = std::function<void()>;
 
   // Takes the sockets, each connected to a rank.
@@ -46,21 +48,43 @@ class Mesh {
 
   std::string why_gone(int rank) const;
 
+  // Send every rank a report, ahead of the messages that have not begun to leave, which are dropped. From here on, and
+  // once a report of another rank has come, all waiting ends as `reported`, unless its message is there already. The
+  // first report is the only one.
+  void report(std::string text);
+  // The report of a rank, once it has come.
+  std::optional<std::string> report_of(int rank) const;
+  bool gone(int rank) const;
+  // Whether a rank has reported, this one included; or one has at least gone without a farewell.
+  bool reported() const;
+  bool disturbed() const;
+  // Seconds since bytes last came from that rank. While it has nothing to send, its thread sends a beat every second.
+  double silence(int rank) const;
+
+  // Bytes that have left for all ranks, acknowledgements, repetitions and the headers down to Ethernet's included, as
+  // the kernel counts them; negative where it does not.
+  std::int64_t wire_bytes() const;
+
   // Ends all connections and the thread, and closes the descriptors. Waiting for any rank then says it is gone.
   void close();
 
  private:
   struct Peer;
+  friend struct Forks;
   Peer& peer(int rank) const;
   void run();
   void wake();
   void release();
+  void tell_all();
+  void beat();
+  bool read_some(Peer& peer);
   static bool write_some(Peer& peer);
-  static bool read_some(Peer& peer);
   std::unordered_map<int, std::unique_ptr<Peer>> peers_;
   int wake_read_ = -1, wake_write_ = -1;
-  std::atomic<bool> closing_{false};
-  int owner_ = 0;  // the process that has the thread
+  std::atomic<bool> closing_{false}, reported_{false}, disturbed_{false};
+  bool forked_ = false;  // this process is a fork of the one that has the thread and the connections
+  std::string report_;
+  std::mutex reporting_;
   std::thread thread_;
 };
 

@@ -2,6 +2,7 @@
 // contiguous, of the right type and size, and alive; nothing is ever converted or copied on the way.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -9,6 +10,7 @@
 
 #include <cstring>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -88,6 +90,28 @@ class Connections {
     return heard(rank, unlocked([&] { return mesh_.flush(rank, ticket, patience_s, interrupt); }));
   }
 
+  void report(std::string text) {
+    unlocked([&] { mesh_.report(std::move(text)); });
+  }
+
+  // None while it has not come.
+  std::optional<nb::bytes> report_of(int rank) const {
+    const auto text = mesh_.report_of(rank);
+    if (!text) return std::nullopt;
+    return nb::bytes(text->data(), text->size());
+  }
+
+  bool gone(int rank) const { return mesh_.gone(rank); }
+  bool reported() const { return mesh_.reported(); }
+  bool disturbed() const { return mesh_.disturbed(); }
+  double silence(int rank) const { return mesh_.silence(rank); }
+
+  // None where the kernel does not count.
+  std::optional<std::int64_t> wire_bytes() const {
+    const auto bytes = mesh_.wire_bytes();
+    return bytes < 0 ? std::nullopt : std::optional(bytes);
+  }
+
   void close() {
     unlocked([&] { mesh_.close(); });
     forget();
@@ -107,6 +131,7 @@ class Connections {
 
   bool heard(int rank, gradwire::Mesh::Outcome outcome) const {
     if (outcome == gradwire::Mesh::Outcome::gone) throw std::runtime_error(mesh_.why_gone(rank));
+    if (outcome == gradwire::Mesh::Outcome::reported) throw std::runtime_error("it was reported");
     return outcome == gradwire::Mesh::Outcome::done;
   }
 
@@ -170,6 +195,13 @@ NB_MODULE(_native, m) {
       .def("send", &Connections::send)
       .def("receive", &Connections::receive)
       .def("flush", &Connections::flush)
+      .def("report", &Connections::report)
+      .def("report_of", &Connections::report_of)
+      .def("gone", &Connections::gone)
+      .def("reported", &Connections::reported)
+      .def("disturbed", &Connections::disturbed)
+      .def("silence", &Connections::silence)
+      .def("wire_bytes", &Connections::wire_bytes)
       .def("close", &Connections::close);
   nb::class_<RandomKey>(m, "RandomKey").def(nb::init<std::uint64_t, std::uint64_t, std::uint32_t, std::uint32_t>());
 

@@ -511,7 +511,7 @@ class GradientReducer:
 
         def start() -> Future[Reduced] | None:
             nonlocal sent
-            future = collective.start(flat, key, tag)
+            future = collective.start(flat, key)
             trace.encode_s = (sent := time.perf_counter()) - began
             if future is not None:
                 future.add_done_callback(arrived)
@@ -527,13 +527,12 @@ class GradientReducer:
         owed = self._carry or self._states or self.on_gradient
         return not owed and all(isinstance(how, AllReduce) for how in self._methods.values())
 
-    def begin_elsewhere(self) -> int:
-        """Somebody else has begun to reduce the gradients of a step. Tags for an exchange, if any of it fails."""
+    def begin_elsewhere(self) -> None:
+        """Record that DDP's own reducer has started to reduce the gradients of a step."""
         self._pipeline.check()
         self._take_step()
         self._tell()
         self._open = True
-        return self.next_tags()
 
     def end_elsewhere(
         self,

@@ -1,11 +1,15 @@
 """Ranks that are killed or stopped in training: every survivor names them."""
 
+import contextlib
 import os
 import random
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +88,53 @@ def test_the_other_of_two_ranks_is_named(nursery, tmp_path):
         os.kill(group.ranks[0].pid, signal.SIGKILL)
         said = group.survivors_of(0, TIMEOUT_S)
     assert all(names(words, 0, "is gone") for words in said), said
+
+
+@contextlib.contextmanager
+def ending_children(folder):
+    """Kill the children of ranks in the end."""
+    try:
+        yield
+    finally:
+        for file in folder.glob("child-*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("child", "victim", "store", "codec"),
+    [("fork", 1, "file", "int4"), ("loader", 0, "tcp", "int4"), ("fork", 0, "tcp", "dense")],
+)
+def test_a_killed_rank_is_named_at_once_while_its_child_lives(nursery, tmp_path, child, victim, store, codec):
+    at = {"port": free_port()} if store == "tcp" else {}
+    settings = {"timeout_s": 100, "child": child, "codec": codec, **at}
+    with ending_children(tmp_path), Group(nursery, mortal.live, tmp_path, ranks=3, **settings) as group:
+        os.kill(group.ranks[victim].pid, signal.SIGKILL)
+        said = group.survivors_of(victim, 40)
+        os.kill(int((tmp_path / f"child-{victim}").read_text()), 0)  # it does live
+    assert all(names(words, victim, "is gone") for words in said), said
+
+
+@pytest.mark.parametrize("codec", ["int4", "dense"])
+def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_aborts(tmp_path, codec):
+    timeout_s, late_s = 4, 6
+    command = [sys.executable, "-m", "tests.workers.leaving", str(tmp_path), codec, str(timeout_s)]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "3"}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(3):
+            env = os.environ | place | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            ranks.append(subprocess.Popen(command, env=env, cwd=Path(__file__).parents[2]))
+            stack.callback(ranks[-1].wait)
+            stack.callback(ranks[-1].kill)
+        end = time.monotonic() + 120
+        while len(list(tmp_path.glob("training-*"))) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        ranks[0].send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert [rank.wait(90) for rank in ranks[1:]] == [1, 1]  # by the error, not by a signal
+    for rank in (1, 2):
+        seconds, _, words = (tmp_path / f"stopped-{rank}").read_text().partition(" ")
+        assert re.match(r"PeerError: .* failed: rank 0 did not answer in time", words), words
+        assert float(seconds) - stopped < timeout_s + late_s

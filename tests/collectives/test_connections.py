@@ -37,6 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 LONG_S = 20  # never waited for, unless something is wrong
 MB = 1 << 20
 HEADER = struct.Struct("<QQ")  # tag, bytes
+BEAT, FAREWELL = (HEADER.pack(0, 0xBEA7000067726164 + kind) for kind in (0, 1))
 
 
 def pair():
@@ -343,7 +344,7 @@ def test_after_closing_nothing_comes_or_goes():
     send(zero, 1, 0, noise(10))
     with takes(0, 5), pytest.raises(RuntimeError, match="this rank has closed its connections"):
         zero.receive(1, 0, LONG_S)
-    assert read(plain) == b""
+    assert read(plain) == FAREWELL
     plain.close()
 
 
@@ -489,6 +490,140 @@ def test_whatever_is_let_go_may_send():
     assert zero.flush(1, ticket, LONG_S)
     send(zero, 1, 2, noise(10))
     assert torch.equal(one.receive(0, 2, LONG_S), noise(10))
+
+
+def test_a_rank_with_nothing_to_send_beats():
+    zero, plain = with_socket()
+    assert read(plain, 2 * len(BEAT)) == 2 * BEAT
+    assert zero.receive(1, 0, 0.01) is None  # a beat is no message, and comes from this side
+    plain.close()
+
+
+def test_beats_are_heard_and_are_no_messages():
+    zero, plain = with_socket()
+    plain.sendall(BEAT + frame(0, noise(1000)) + BEAT)
+    assert torch.equal(zero.receive(1, 0, LONG_S), noise(1000))
+    with takes(0.4):
+        begin = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(zero.receive, 1, 1, 0.4)
+            while not waiting.done():
+                plain.sendall(BEAT)
+                assert time.monotonic() - begin < LONG_S  # a rank that only beats is silent
+                time.sleep(0.05)
+            assert waiting.result() is None
+    plain.sendall(BEAT[:5])
+    time.sleep(0.7)
+    plain.sendall(BEAT[5:] + frame(1, noise(10)))
+    assert torch.equal(zero.receive(1, 1, LONG_S), noise(10))
+    assert zero.silence(1) < 0.7
+    plain.close()
+
+
+def test_a_report_ends_all_waiting_and_overtakes_what_waits_to_leave():
+    ends = {rank: socket.socketpair() for rank in (1, 2)}
+    zero = Connections([(rank, mine.detach()) for rank, (mine, _) in ends.items()])
+    one, two = (Connections([(0, theirs.detach())]) for _, theirs in ends.values())
+    send(one, 0, 5, noise(10))
+    send(zero, 1, 0, noise(8 * MB))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(zero.receive, 1, 0, LONG_S), pool.submit(two.receive, 0, 0, LONG_S)]
+        time.sleep(0.1)
+        assert not zero.reported()
+        two.report("rank 1 is silent")
+        for each in waiting:
+            with pytest.raises(RuntimeError, match="it was reported"):
+                each.result(LONG_S)
+    assert zero.reported()
+    assert zero.report_of(2) == b"rank 1 is silent"
+    assert zero.report_of(1) is None
+    assert torch.equal(zero.receive(1, 5, LONG_S), noise(10))  # what came is received all the same
+    zero.report("so it is")
+    zero.report("only the first counts")
+    for other in (one, two):
+        end = time.monotonic() + LONG_S
+        while other.report_of(0) is None and time.monotonic() < end:
+            time.sleep(0.01)
+        assert other.report_of(0) == b"so it is"
+    assert not zero.gone(1)
+    assert not zero.gone(2)
+
+
+def test_a_rank_that_reported_and_ended_is_known_by_its_report():
+    zero, one = pair()
+    one.report("rank 7 is gone")
+    one.close()
+    with pytest.raises(RuntimeError, match="it was reported"):
+        zero.receive(1, 0, LONG_S)
+    assert zero.report_of(1) == b"rank 7 is gone"
+
+
+@pytest.mark.parametrize("way", ["close", "end"])
+def test_only_an_end_without_a_farewell_disturbs(way):
+    zero, plain = with_socket()
+    if way == "close":
+        plain.sendall(FAREWELL)
+    plain.close()
+    with pytest.raises(RuntimeError, match="it closed the connection"):
+        zero.receive(1, 0, LONG_S)
+    assert zero.disturbed() is (way == "end")
+    assert not zero.reported()
+
+
+def test_a_report_that_is_too_long_ends_the_connection():
+    zero, plain = with_socket()
+    plain.sendall(HEADER.pack(2**20 + 1, 0xBEA7000067726164 + 2))
+    with pytest.raises(RuntimeError, match="it sent something else than a message"):
+        zero.receive(1, 0, LONG_S)
+    plain.close()
+
+
+def test_closed_connections_keep_no_descriptor_and_their_count():
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    zero, one = (Connections([(1 - rank, end.detach())]) for rank, end in enumerate(tcp_ends()))
+    send(zero, 1, 0, noise(1000))
+    one.receive(0, 0, LONG_S)
+    counted = zero.wire_bytes()
+    assert counted is None or counted > 1000
+    for each in (zero, one):
+        each.close()
+    assert counted is None or zero.wire_bytes() >= counted
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def tcp_ends():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        calling = socket.create_connection(server.getsockname())
+        return calling, server.accept()[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the child touches nothing but its copy
+def test_a_forked_child_has_no_connection():
+    one, plain = socket.socketpair()
+    descriptor = one.detach()
+    zero = Connections([(1, descriptor)])
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            try:
+                zero.receive(1, 0, LONG_S)
+            except RuntimeError as error:
+                zero.close()
+                os._exit(0 if "that this one was forked from" in str(error) else 2)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    send(zero, 1, 0, noise(10))
+    plain.settimeout(5)
+    assert read(plain, len(frame(0, noise(10)))) == frame(0, noise(10))
+    plain.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -649,6 +784,34 @@ def test_strangers_that_reset_or_say_nothing_do_not_disturb(store, monkeypatch):
     assert hangs_up(silent)
     results(on_every_rank(lambda peers: agree(peers, "all is well"), 2, ranks))
     silent.close()
+
+
+@pytest.mark.parametrize("count", [4, 50, 200])
+def test_silent_strangers_delay_no_rank(store, count):
+    """More than are held as well: the oldest must go."""
+    with rank_of(0, 3) as zero, contextlib.ExitStack() as stack:
+        address, _ = place(store, 0)
+        strangers = [stack.enter_context(call(address, b"hi"[: each % 3])) for each in range(count)]
+        with takes(0, sockets._HELLO_S):
+            ranks = results(on_every_rank(lambda rank: reach(rank, 3), 3, range(1, 3)))
+            ranks = [zero.result(), *ranks]
+        assert all(hangs_up(each) for each in strangers)
+    results(on_every_rank(lambda peers: agree(peers, "all is well"), 3, ranks))
+
+
+def test_strangers_cost_few_descriptors(store, monkeypatch):
+    monkeypatch.setattr(sockets, "_MOST_STRANGERS", 8)
+    with rank_of(0, 2) as zero, contextlib.ExitStack() as stack:
+        address, _ = place(store, 0)
+        before = len(os.listdir("/proc/self/fd"))
+        count = 100
+        for _ in range(count):
+            stack.enter_context(call(address))
+        ranks = [None, reach(1, 2)]
+        ranks[0] = zero.result()
+        # The strangers' own ends are ours too. Of the callers' at most ten were held, and none is left.
+        assert len(os.listdir("/proc/self/fd")) - before - count <= 10
+    results(on_every_rank(lambda peers: agree(peers, "all is well"), 2, ranks))
 
 
 def test_a_rank_gets_in_once(store):
@@ -821,6 +984,43 @@ def test_a_transport_can_be_chosen(alone, monkeypatch, named, kind):
     assert (peers.rank, peers.size, peers.timeout_s) == (0, 1, 7)
     agree(peers, "all is well")
     assert connect().name != peers.name  # or a second set of ranks would find the addresses of the first
+
+
+STRANGERS_CALL = """
+import os, socket, sys, time, torch.distributed as dist
+from gradwire.collectives import agree, connect
+from gradwire.collectives.processes import store
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+if rank == 1:
+    key = f"gradwire/{dist.group.WORLD.group_name}/1/address/0"
+    store().wait([key])
+    port, _, address = store().get(key).decode().split(" ")
+    strangers = [socket.create_connection((address, int(port))) for _ in range(int(sys.argv[3]))]
+begin = time.monotonic()
+peers = connect(timeout_s=30)
+agree(peers, "all is well")
+print(time.monotonic() - begin)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("count", [4, 50])
+def test_processes_connect_while_strangers_hold_the_port(tmp_path, count):
+    command = [sys.executable, "-c", STRANGERS_CALL, str(tmp_path / "store")]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(count)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=50)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert float(said[1]) < sockets._HELLO_S
 
 
 TRAINED = """

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 import gradwire
 from gradwire import PeerError
@@ -61,6 +62,30 @@ def overtaken(folder, rank, settings):
         os._exit(1)  # like a program that did not expect it: with it go its connections, and the store if it kept it
 
 
+class Slow(Dataset):
+    """Its one sample never comes."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _):
+        time.sleep(1000)
+
+
+kept = []
+
+
+def fork(kind):
+    """A child that lives on when the rank is killed; its process id, once it runs."""
+    if kind == "loader":
+        kept.append(iter(DataLoader(Slow(), num_workers=1, multiprocessing_context="fork")))  # it ends its workers
+        return kept[0]._workers[0].pid
+    if child := os.fork():
+        return child
+    time.sleep(1000)
+    os._exit(0)
+
+
 def train(folder, rank, settings):
     torch.manual_seed(0)
     model = DistributedDataParallel(
@@ -68,6 +93,8 @@ def train(folder, rank, settings):
     )
     gradwire.compress(model, settings["codec"], timeout_s=settings["timeout_s"])
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+    if settings.get("child"):
+        (folder / f"child-{rank}").write_text(str(fork(settings["child"])))
     step = 0
     started = time.monotonic()
     try:

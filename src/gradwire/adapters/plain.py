@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -41,11 +40,10 @@ class PlainExchange(dist.ProcessGroup):
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         assert isinstance(reducer.peers, ProcessPeers)  # as it can be watched
         self._group, self._model, self._reducer = group, weakref.ref(model), reducer
-        self._after = weakref.WeakMethod(after)
-        self._peers, self._timeout = reducer.peers, timedelta(seconds=reducer.peers.timeout_s)
+        self._after, self._peers = weakref.WeakMethod(after), reducer.peers
         self._looks = reducer.nonfinite == "raise"
         self._numel = self._left = sum(parameter.numel() for parameter in reducer.parameters.values())
-        self._tag, self._ends = 0, False  # of the step: for an exchange if it fails; whether its end is awaited
+        self._ends = False  # whether the end of the step is awaited
         # Caches are full of the model: the fewer objects these are the better.
         self._buckets: list[Tensor] = []  # of the step so far
         self._works: list[dist.Work] = []
@@ -83,7 +81,7 @@ class PlainExchange(dist.ProcessGroup):
         if self._error is not None:
             raise self._error
         if not self._works:
-            self._tag = self._reducer.begin_elsewhere()
+            self._reducer.begin_elsewhere()
         ready = time.perf_counter()
         try:
             work = self._group.allreduce(tensors, *options)
@@ -99,7 +97,7 @@ class PlainExchange(dist.ProcessGroup):
         return work
 
     def _failed(self, error: RuntimeError) -> BaseException:
-        self._error = self._peers.failed(error, self._tag)
+        self._error = self._peers.failed(error)
         return self._error
 
     def _when_backward_ends(self) -> None:
@@ -119,10 +117,8 @@ class PlainExchange(dist.ProcessGroup):
         nonfinite, done = None, list[float]()
         for place, (work, bucket) in enumerate(zip(self._works, self._buckets, strict=True)):
             try:
-                work.wait(self._timeout)
-            except RuntimeError as error:
-                raise self._failed(error) from error
-            except BaseException as error:  # such as Ctrl-C: the step is lost
+                self._peers.wait_for(work)
+            except BaseException as error:  # a PeerError, or Ctrl-C: the step is lost
                 self._error = error
                 raise
             done.append(time.perf_counter())

@@ -60,7 +60,7 @@ class Dense:
         wait()
         return self._reduced(total, out, x, key)
 
-    def start(self, x: Tensor, key: Key, tag: int) -> Future[Reduced] | None:
+    def start(self, x: Tensor, key: Key) -> Future[Reduced] | None:
         """The same where the tensor lies, with none of our threads waiting: one of the backend's completes the future.
 
         None, and nothing is started, if that cannot be.
@@ -79,7 +79,7 @@ class Dense:
 
         try:
             self._divide(x)
-            self.peers.all_reduce_then(x, tag, done)
+            self.peers.all_reduce_then(x, done)
         except Exception as error:
             future.set_exception(error)
         return future

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from gradwire.collectives.blame import Report, Verdict
 from gradwire.collectives.processes import ProcessPeers, SilentError, store
 
 __all__ = ["GlooPeers"]
 
 _NEVER: Final = (1 << 31) - 1  # a tag nobody sends
+_GRACE_S: Final = 3.0  # for the other ranks to notice the same and report it
+_POLL_S: Final = 0.02
 
 
 class _Line:
@@ -50,7 +55,13 @@ class _Line:
 
 @dataclass(frozen=True)
 class GlooPeers(ProcessPeers):
-    """A rank whose messages go over gloo's connections of their own, so that they never meet those of the program."""
+    """A rank whose messages go over gloo's connections of their own, so that they never meet those of the program.
+
+    Reports are left in the process group's store.
+    """
+
+    grace_s: ClassVar[float] = _GRACE_S
+    reports_first: ClassVar[bool] = False  # gloo closes all connections by itself when a wait fails
 
     line: _Line
 
@@ -73,15 +84,54 @@ class GlooPeers(ProcessPeers):
         self._deadlines.close()
         self.line.close()
 
-    def _hang_up(self, accused: int) -> None:
-        """gloo closes all connections when a wait times out."""
-        other = (
-            next(rank for rank in range(self.size) if rank not in (self.rank, accused)) if self.size > 2 else accused
-        )
+    def _send_report(self, report: Report) -> None:
+        store().set(f"{self.name}/{self.rank}", report.to_text())
+        self._hang_up(report.waited_for)
+
+    def _hang_up(self, accused: int | None) -> None:
+        """Close the connections, so that ranks that wait for this one notice: gloo does when a wait times out."""
+        ranks = [rank for rank in range(self.size) if rank != self.rank]
+        other = next((rank for rank in ranks if rank != accused), ranks[0])
         with suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             work: Any = self.line.receive(other, nothing, _NEVER)
             work.wait(timedelta(milliseconds=1))
+
+    def _reports(self) -> dict[int, Report]:
+        there, found = store(), dict[int, Report]()
+        for rank in range(self.size):
+            key = f"{self.name}/{rank}"
+            if rank != self.rank and there.check([key]) and (report := Report.from_text(there.get(key), self.size)):
+                found[rank] = report
+        return found
+
+    def _ended(self, rank: int | None, error: BaseException) -> tuple[int, ...]:
+        return () if rank is None or isinstance(error, SilentError) else (rank,)
+
+    def _judge(self, rank: int | None, error: BaseException) -> Verdict | None:
+        found: list[Verdict | None] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
+                found.append(super(GlooPeers, self)._judge(rank, error))
+                self._stay(found[0])
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(2 * _GRACE_S + 2.0)
+        # The store shares the fate of the process that keeps it, which is the first rank's.
+        return found[0] if found else Verdict(0, gone=not asking.is_alive())
+
+    def _stay(self, verdict: Verdict | None) -> None:
+        """Where the store may end with this process, let the other survivors ask it first."""
+        there = store()
+        there.set(f"{self.name}/{self.rank}/knows", "yes")
+        if dist.get_rank() != 0:
+            return
+        keys = [f"{self.name}/{rank}/knows" for rank in range(self.size) if verdict is None or rank != verdict.rank]
+        end = time.monotonic() + _GRACE_S
+        while time.monotonic() < end and not there.check(keys):
+            time.sleep(_POLL_S)
 
 
 @dataclass(frozen=True)

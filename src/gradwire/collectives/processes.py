@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import queue
 import re
@@ -13,23 +14,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from gradwire.collectives.peers import Swap, agree
+from gradwire.collectives.blame import Report, Verdict, find_culprit
+from gradwire.collectives.peers import Swap
 from gradwire.collectives.waiting import waiting
 from gradwire.errors import PeerError
 
 __all__ = ["ProcessPeers", "SilentError", "store"]
 
-_GRACE_S: Final = 3.0  # for the others to notice the same and say so
 _POLL_S: Final = 0.02
 _LOOK_S: Final = 0.25
-_NOTICE_S: Final = 0.25  # for a connection to end after another has
 
 
 class _Deadlines:
@@ -51,10 +51,10 @@ class _Deadlines:
     def __del__(self) -> None:
         self.close()  # the thread does not keep this alive: it knows the table alone
 
-    def add(self, seconds: float, late: Callable[[], None]) -> int:
-        """Have something called after so many seconds, or a little later; its number."""
+    def add(self, seconds: float, late: Callable[[], None], hopeless: Callable[[], bool] = lambda: False) -> int:
+        """Have ``late`` called after so many seconds, or once it is hopeless, or a little later; return its number."""
         with self._table.lock:
-            self._table.pending[number := next(self._numbers)] = time.monotonic(), seconds, late
+            self._table.pending[number := next(self._numbers)] = _Pending(time.monotonic(), seconds, late, hopeless)
             if self._thread is None:
                 watched = self._end, self._table
                 self._thread = threading.Thread(target=_watch, args=watched, name="gradwire-deadlines", daemon=True)
@@ -74,18 +74,18 @@ class _Deadlines:
 
 @dataclass
 class _Table:
-    """What is to be called, by number: since when it waits, how long, and what then."""
+    """What is to be called, by number."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    pending: dict[int, tuple[float, float, Callable[[], None]]] = field(default_factory=dict)
+    pending: dict[int, _Pending] = field(default_factory=dict)
     last: float = -math.inf  # when one was taken back
 
     def call_late(self) -> None:
         """Call what has waited for too long."""
         with self.lock:
             now, last = time.monotonic(), self.last
-            late = [each for each, (since, long, _) in self.pending.items() if max(since, last) + long < now]
-            calls = [self.pending.pop(each)[2] for each in late]
+            late = [number for number, each in self.pending.items() if each.is_late(now, last)]
+            calls = [self.pending.pop(number).late for number in late]
         for call in calls:
             call()
 
@@ -97,16 +97,32 @@ def _watch(end: queue.SimpleQueue[None], table: _Table) -> None:
         table.call_late()
 
 
-class _Trial:
+@dataclass(frozen=True)
+class _Pending:
+    since: float
+    seconds: float
+    late: Callable[[], None]
+    hopeless: Callable[[], bool]
+
+    def is_late(self, now: float, last: float) -> bool:
+        return max(self.since, last) + self.seconds < now or self.hopeless()
+
+
+class _Blame:
     """Who is to blame, once for all threads of a rank."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.verdict: tuple[int, str] | None = None  # the culprit, and what is wrong with it
+        self.verdict: list[Verdict | None] = []  # empty until it is found
 
 
 class SilentError(RuntimeError):
     """A rank that is there and has sent nothing for too long."""
+
+
+class _HopelessError(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("Its connection ended, or another rank reported it.")
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,9 @@ class ProcessPeers(ABC):
     group: dist.ProcessGroup = field(repr=False)  # whose ranks they are
     name: str  # the same on every rank: where addresses and accusations are left in the store
     timeout_s: float
-    _trial: _Trial = field(default_factory=_Trial, repr=False, compare=False, kw_only=True)
+    grace_s: ClassVar[float]  # how long reports of the other ranks are waited for
+    reports_first: ClassVar[bool]  # whether a rank's report has come when its connection is seen to end
+    _blame: _Blame = field(default_factory=_Blame, repr=False, compare=False, kw_only=True)
     _deadlines: _Deadlines = field(default_factory=_Deadlines, repr=False, compare=False, kw_only=True)
 
     @abstractmethod
@@ -130,12 +148,24 @@ class ProcessPeers(ABC):
         """End the connections: whoever still waits for this rank is told at once."""
 
     @abstractmethod
-    def _hang_up(self, accused: int) -> None:
-        """Close the connections, so that ranks that wait for this one notice now."""
+    def _send_report(self, report: Report) -> None:
+        """Send every rank what this one saw, and end the waiting of all."""
 
-    def _gone(self, tag: int) -> tuple[int, Exception] | None:
-        """A rank whose connection has ended, and how, as far as that is known; nobody uses the tag."""
-        return None
+    @abstractmethod
+    def _reports(self) -> dict[int, Report]:
+        """Return the reports of other ranks that have come."""
+
+    @abstractmethod
+    def _ended(self, rank: int | None, error: BaseException) -> tuple[int, ...]:
+        """Return the ranks whose connection has ended; ``error`` came of waiting for ``rank``."""
+
+    def _silences(self) -> tuple[float, ...]:
+        """Return for how many seconds nothing has come from each rank; nothing where that is not known."""
+        return ()
+
+    def _hopeless(self) -> bool:
+        """Return whether an all-reduce that is under way will not end."""
+        return False
 
     @property
     def wire_bytes(self) -> int | None:
@@ -143,15 +173,18 @@ class ProcessPeers(ABC):
         return None
 
     def all_reduce(self, x: Tensor, tag: int) -> Callable[[], None]:
-        """By the group's backend; if it fails, an exchange of ours finds out who is to blame."""
+        """By the group's backend; if it fails, the ranks find out who is to blame."""
         try:
             work = dist.all_reduce(x, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self.failed(error, tag) from error
-        return lambda: self._await_all_reduce(work, x, tag)
+            raise self.failed(error) from error
+        return lambda: self._await_all_reduce(work, x)
 
-    def _await_all_reduce(self, work: dist.Work | None, x: Tensor, tag: int) -> None:
-        """Wait for one that was started in the group."""
+    def _await_all_reduce(self, work: dist.Work | None, x: Tensor) -> None:
+        if x.device.type == "cpu":
+            if work is not None:
+                self.wait_for(work)
+            return
         try:
             if work is not None:
                 with waiting():
@@ -159,9 +192,26 @@ class ProcessPeers(ABC):
             if x.device.type == "cuda":
                 torch.cuda.current_stream(x.device).synchronize()
         except RuntimeError as error:
-            raise self.failed(error, tag) from error
+            raise self.failed(error) from error
 
-    def all_reduce_then(self, x: Tensor, tag: int, done: Callable[[PeerError | None], None]) -> None:
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait for an all-reduce of tensors on the CPU that was started in the group.
+
+        A child that a dead rank forked keeps the connections of torch's backend open. Those of gradwire end with the
+        rank, and are looked at meanwhile.
+        """
+        end = time.monotonic() + self.timeout_s
+        try:
+            with waiting():
+                while not _ends_within(work, min(_LOOK_S, max(0.001, end - time.monotonic()))):
+                    late = time.monotonic() >= end
+                    if late or self._hopeless():
+                        _keep_for_good(self.group)
+                        raise SilentError(f"It has not ended in {self.timeout_s:g} s.") if late else _HopelessError()
+        except RuntimeError as error:
+            raise self.failed(error) from error
+
+    def all_reduce_then(self, x: Tensor, done: Callable[[PeerError | None], None]) -> None:
         """The same of a tensor on the CPU, with nobody waiting: ``done`` is called by the backend's thread.
 
         Or, with the error, by another: it takes a while to find out who is to blame.
@@ -169,12 +219,12 @@ class ProcessPeers(ABC):
         try:
             work = dist.all_reduce(x, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self.failed(error, tag) from error
+            raise self.failed(error) from error
 
         def fail(error: BaseException) -> None:
             def find_out() -> None:
                 try:
-                    blamed = self.failed(error, tag)
+                    blamed = self.failed(error)
                 except Exception as why:  # such as a process group that is gone
                     blamed = PeerError(f"the all-reduce failed: {_reason(why)}")
                 done(blamed)
@@ -191,103 +241,70 @@ class ProcessPeers(ABC):
                     done(None)
 
         def late() -> None:
-            fail(RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the all-reduce."))
+            _keep_for_good(self.group)
+            fail(_HopelessError() if self._hopeless() else SilentError(f"It has not ended in {self.timeout_s:g} s."))
 
-        number = self._deadlines.add(self.timeout_s, late)
+        number = self._deadlines.add(self.timeout_s, late, self._hopeless)
         work.get_future().add_done_callback(finish)
 
-    def failed(self, error: BaseException, tag: int) -> PeerError:
-        """The error of an all-reduce that failed with one of torch's: who is to blame. All ranks give the same tag."""
-        end = time.monotonic() + _NOTICE_S
-        while time.monotonic() < end:  # others may not have noticed yet: who is gone is not to be waited for
-            if gone := self._gone(tag + 1):
-                return self.blame(*gone, "the all-reduce")
-            time.sleep(_POLL_S)
-        # Whoever is stuck has been waited for already.
-        hasty = replace(self, timeout_s=min(self.timeout_s, _GRACE_S))
-        try:
-            agree(hasty, "the all-reduce failed", tag)
-        except PeerError as blamed:
-            return blamed
-        return PeerError(f"the all-reduce failed, though all ranks are there: {_reason(error)}")
+    def failed(self, error: BaseException) -> PeerError:
+        """Return the error that names the rank to blame for an all-reduce that failed with one of torch's."""
+        return self.blame(None, error, "the all-reduce")
 
-    def blame(self, rank: int, error: Exception, what: str) -> PeerError:
-        """The error that names the rank to blame: this one's peer is often only waiting for, or gone after, another.
+    def blame(self, rank: int | None, error: BaseException, what: str) -> PeerError:
+        """Return the error that names the rank to blame: the one waited for is often only waiting for, or gone after,
+        another.
 
-        Each rank leaves its accusation in the store. The culprit is the end of the chain: accused, and accusing nobody.
+        Each rank sends the others a report of what it saw. ``rank`` is None where all were waited for.
         """
-        with self._trial.lock:  # the first of this rank's threads decides: what the others see follows from it
-            if self._trial.verdict is None:
-                stuck = isinstance(error, SilentError)
-                self._trial.verdict = self._judge(rank, "did not answer in time" if stuck else "is gone")
-            culprit, why = self._trial.verdict
-        seen = "" if culprit == rank else f" (noticed by way of rank {rank})"
-        return PeerError(f"{what} failed: rank {culprit} {why}{seen}. {_reason(error)}")
+        with self._blame.lock:  # the first of this rank's threads decides: what the others see follows from it
+            if not self._blame.verdict:
+                self._blame.verdict.append(self._judge(rank, error))
+            verdict = self._blame.verdict[0]
+        reason = _reason(error)
+        if verdict is None:
+            return PeerError(f"{what} failed, though all ranks are there: {reason}")
+        seen = "" if rank in (None, verdict.rank) else f" (noticed by way of rank {rank})"
+        sentences = (f"{what} failed: rank {verdict.rank} {verdict}{seen}.", reason, verdict.note)
+        return PeerError(" ".join(filter(None, sentences)))
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed by itself: they do not wait for it any longer.
+        """Report to the other ranks that this one has failed by itself: they do not wait for it any longer.
 
         Does nothing if a rank is to blame already, which the others know of then.
         """
-        with self._trial.lock:
-            if self._trial.verdict is not None or self.size == 1:
+        failed = type(error).__name__
+        with self._blame.lock:
+            if self._blame.verdict or self.size == 1:
                 return
-            why = f"failed with {type(error).__name__}"
-            self._trial.verdict = self.rank, why  # for this rank's threads: no peer is to blame for what follows
+            # For this rank's threads: no other rank is to blame for what follows.
+            self._blame.verdict.append(Verdict(self.rank, gone=False, failed=failed))
 
-        def say_so() -> None:
+        def report() -> None:
             with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
-                store().set(f"{self.name}/{self.rank}", f"{self.rank} {why}")
+                self._send_report(Report(None, failed=failed))
 
-        saying = threading.Thread(target=say_so, daemon=True)
-        saying.start()
-        saying.join(_GRACE_S)
-        self._hang_up(next(rank for rank in range(self.size) if rank != self.rank))
+        reporting = threading.Thread(target=report, daemon=True)
+        reporting.start()
+        reporting.join(self.grace_s)
 
-    def _judge(self, accused: int, why: str) -> tuple[int, str]:
-        verdict: list[tuple[int, str]] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
-                verdict.append(self._culprit(accused, why))
-                self._stay(verdict[0][0])
-
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(2 * _GRACE_S + 2.0)
-        # The store shares the fate of the process that keeps it, which is the first rank's.
-        return verdict[0] if verdict else (0, "did not answer in time" if asking.is_alive() else "is gone")
-
-    def _culprit(self, accused: int, why: str) -> tuple[int, str]:
-        there = store()
-        there.set(f"{self.name}/{self.rank}", f"{accused} {why}")
-        self._hang_up(accused)
-        accusations = {self.rank: (accused, why)}
-        end = time.monotonic() + _GRACE_S
-        while True:  # at least once: the accused may have said why it failed
-            for rank in range(self.size):
-                key = f"{self.name}/{rank}"
-                if rank not in accusations and there.check([key]):
-                    whom, _, reason = there.get(key).decode().partition(" ")
-                    accusations[rank] = (int(whom), reason)
-            if len(accusations) >= self.size - 1 or time.monotonic() > end:
-                break
-            time.sleep(_POLL_S)
-        culprit, reason, passed = accused, why, {self.rank}
-        while culprit in accusations and culprit not in passed:
-            passed.add(culprit)
-            culprit, reason = accusations[culprit]
-        return culprit, reason
-
-    def _stay(self, culprit: int) -> None:
-        """Where the store may end with this process, let the other survivors ask it first."""
-        there = store()
-        there.set(f"{self.name}/{self.rank}/knows", "yes")
-        if dist.get_rank() != 0:
-            return
-        keys = [f"{self.name}/{rank}/knows" for rank in range(self.size) if rank != culprit]
-        end = time.monotonic() + _GRACE_S
-        while time.monotonic() < end and not there.check(keys):
+    def _judge(self, rank: int | None, error: BaseException) -> Verdict | None:
+        end = time.monotonic() + self.grace_s
+        own = Report(rank, isinstance(error, SilentError), self._ended(rank, error), self._silences())
+        self._send_report(own)
+        while True:
+            own = replace(own, gone=self._ended(rank, error))
+            reports = {**self._reports(), self.rank: own}
+            verdict = find_culprit(self.rank, reports, self.size)
+            culprit = {verdict.rank} - reports.keys() if verdict else set()
+            dead = self.reports_first and verdict is not None and verdict.gone and bool(culprit)
+            if (
+                dead
+                or (verdict is not None and verdict.failed)
+                or set(range(self.size)) == reports.keys() | culprit
+                or time.monotonic() >= end
+            ):
+                return verdict
             time.sleep(_POLL_S)
 
 
@@ -295,6 +312,21 @@ def store() -> Store:
     """Where ranks leave words for each other."""
     found: Store = dist.distributed_c10d._get_default_store()
     return found
+
+
+def _keep_for_good(group: dist.ProcessGroup) -> None:
+    """Never destroy a group with an all-reduce that does not end: gloo's would wait for it, and the process not end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _ends_within(work: dist.Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it ended just now, or with an error of its own
+    return True
 
 
 def _reason(error: BaseException) -> str:

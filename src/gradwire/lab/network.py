@@ -162,6 +162,15 @@ class Lab:
             self._record = replace(self._record, rate=text)
             state.write(self._record)
 
+    def cut_inbound(self, rank: int) -> None:
+        """Drop whatever is sent to a host, until the next :meth:`reshape`. What the host sends still arrives."""
+        self._host(rank)
+        with state.locked():
+            if not self._is_up():
+                raise LabError(f"lab {self.name!r} is not up any more.")
+            port = self._ports()[rank]
+            tools.call("tc", "-n", self._record.bridge, "qdisc", "replace", "dev", port, "root", "blackhole")
+
     def wire_bytes(self, rank: int) -> int:
         """Bytes a host has put on its link since the lab is up, Ethernet, IP and TCP headers of every packet included.
 

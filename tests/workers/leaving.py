@@ -1,0 +1,42 @@
+"""A rank that trains until another fails it, and ends as a user's script does: by the error, uncaught.
+
+usage: python -m tests.workers.leaving FOLDER CODEC TIMEOUT_S; its files: ``training-R`` once it trains, ``stopped-R``
+with the time on the machine's clock and the error.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+
+
+def main():
+    folder, codec, timeout_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    gradwire.compress(model, codec, timeout_s=timeout_s)
+    step = 0
+    try:
+        while True:
+            model.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            step += 1
+            if step == 5:
+                (folder / f"training-{rank}").touch()
+    except Exception as error:
+        # The clock counts from the start of the machine, the same for all of its processes.
+        (folder / f"writing-{rank}").write_text(f"{time.monotonic()} {type(error).__name__}: {error}")
+        (folder / f"writing-{rank}").rename(folder / f"stopped-{rank}")
+        raise
+
+
+if __name__ == "__main__":
+    main()
