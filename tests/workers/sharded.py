@@ -139,8 +139,9 @@ def accumulated(rank, stage, auto):
 
 def twice_without_no_sync(rank):
     model = Net()
-    wrapped(model)
+    optimizer = wrapped(model)  # parameters do not keep it
     try:
+        optimizer.zero_grad()
         for _ in range(2):
             loss_of(model, 0, rank).backward()
     except ConfigError as error:
