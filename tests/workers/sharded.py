@@ -616,13 +616,15 @@ def kept(rank, folder):
 
 def partitioned(rank, codec, transport):
     """``AllReduceParameter`` between processes."""
-    os.environ["GRADWIRE_TRANSPORT"] = transport
-    try:
-        exchange = gradwire.ProcessGroupExchange.of(timeout_s=TIMEOUT_S)
-    finally:
-        del os.environ["GRADWIRE_TRANSPORT"]
+    given = {}
+    if transport != "default":
+        os.environ["GRADWIRE_TRANSPORT"] = transport
+        try:
+            given["exchange"] = gradwire.ProcessGroupExchange.of(timeout_s=TIMEOUT_S)
+        finally:
+            del os.environ["GRADWIRE_TRANSPORT"]
     torch.manual_seed(0)
-    parameter = gradwire.AllReduceParameter(3, dist.get_world_size(), 1001, compress=codec, exchange=exchange)
+    parameter = gradwire.AllReduceParameter(3, dist.get_world_size(), 1001, compress=codec, **given)
     local = torch.randn(1001)
     where = parameter.init(local)
     for step in range(5):
