@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,16 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.collectives import agree
-from gradwire.collectives.peers import tell
+from gradwire.collectives.peers import share, tell
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.optim.bucket import Bucket
 from gradwire.optim.configuration import ShardingConfiguration
-from gradwire.optim.elementwise import is_elementwise_optimizer
+from gradwire.optim.elementwise import fractions_of, scope_of
 from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
-from gradwire.optim.sharded_state import check_state, cut, joined
-from gradwire.optim.wrapping import check_parameters, check_wrapped, load_groups, parameters_of
+from gradwire.optim.sharded_state import check_state, cut, in_shape, joined
+from gradwire.optim.wrapping import check_parameters, check_wrapped, load_groups, packed, parameters_of, unpacked
 from gradwire.sharding import ProcessGroupExchange, Stragglers, clip_norm, clip_value, global_norm
 from gradwire.sharding.shard import NONFINITE, STOP, norm_tag, whole_tag
 from gradwire.tree import from_bytes, to_bytes
@@ -33,6 +35,13 @@ __all__ = ["ShardTraffic", "ShardedOptimizerBase"]
 
 _STATES: Final = 1 << 16  # beyond the places of parameters
 _INNER: Final = "params"
+_MEASURED: Final = 3  # a tag below those of steps; the next one is used as well
+_COMPARISON: Final = "the comparison of parameter groups"
+_SWITCHED: Final = 5
+_WHOLE_MODEL: Final = (
+    "looks at the gradients of the whole model at once, and above stage 0 each rank has only a part of them: "
+    "use ShardingConfiguration(stage=0)."
+)
 
 
 @dataclass(frozen=True)
@@ -89,14 +98,16 @@ class ShardedOptimizerBase(Optimizer):
         self._parameters = parameters
         self._places = {id(p): place for place, p in enumerate(everything)}  # as torch counts them
         self._ready = False
-        super().__init__(
-            [{**group, _INNER: list(group[_INNER])} for group in wrapped_optimizer.param_groups],
-            dict(wrapped_optimizer.defaults),
-        )
-        self.state = wrapped_optimizer.state
+        groups, state = wrapped_optimizer.param_groups, wrapped_optimizer.state
+        try:  # it begins with new groups and an empty state, and both are those of the wrapped optimizer
+            super().__init__([dict(group) for group in groups], dict(wrapped_optimizer.defaults))
+        finally:
+            self.param_groups, self.state = groups, state
+        scope = scope_of(wrapped_optimizer) if config.stage > 0 else "model"
+        if config.stage > 0 and scope == "model":
+            raise ConfigError(f"`wrapped_optimizer`, {self._kind}, {_WHOLE_MODEL}")
         self.whole = config.stage > 0 and (
-            config.partition == "tensors"
-            or (config.partition == "auto" and not is_elementwise_optimizer(wrapped_optimizer))
+            config.partition == "tensors" or (config.partition == "auto" and scope == "tensors")
         )
         self.exchange = ProcessGroupExchange.of(config.process_group, timeout_s=config.timeout_s)
         self.plan = self._make_plan()
@@ -108,6 +119,7 @@ class ShardedOptimizerBase(Optimizer):
         ]
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         self._move_states()
+        self._made_with, self._more_made_with = self._settings(), self._more()
         self.steps = 0  # that all ranks have taken
         self.skipped = 0  # because of NaN or Inf
         self._syncing, self._flags, self._gathered = True, 0, False
@@ -124,6 +136,59 @@ class ShardedOptimizerBase(Optimizer):
         self._note_weights()
         self._begin()
         self._ready = True
+
+    # Both optimizers share their groups and their state: what a step, a scheduler or a user changes in the groups of
+    # one is changed in the other's, and nothing has to be carried over.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer, with whole parameters."""
+        return self.wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.wrapped.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """That of the wrapped optimizer, for what lives here."""
+        return self.wrapped.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.wrapped.state = state
+
+    @contextmanager
+    def _inside(self) -> Iterator[Optimizer]:
+        """The wrapped optimizer, with what lives here in its groups in place of whole parameters."""
+        whole = [group[_INNER] for group in self.param_groups]
+        if len(whole) != len(self._pieces_of_groups):
+            raise ConfigError("parameters were added to a sharded optimizer: wrap it after you have added them.")
+        if self.config.stage == 0:
+            yield self.wrapped
+            return
+        for group, pieces in zip(self.param_groups, self._pieces_of_groups, strict=True):
+            group[_INNER] = pieces
+        try:
+            yield self.wrapped
+        finally:
+            for group, parameters in zip(self.param_groups, whole, strict=True):
+                group[_INNER] = parameters
+
+    @property
+    def _kind(self) -> str:
+        return type(self.wrapped).__name__
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Of every group."""
+        return [{name: value for name, value in group.items() if name != _INNER} for group in self.param_groups]
+
+    def _more(self) -> dict[str, Any]:
+        """What the wrapped optimizer saves beside its groups and the state of parameters."""
+        with self._inside() as wrapped:
+            return {
+                name: value for name, value in wrapped.state_dict().items() if name not in ("state", "param_groups")
+            }
 
     # Setting up.
 
@@ -163,10 +228,9 @@ class ShardedOptimizerBase(Optimizer):
     def _agree(self) -> None:
         """On everything sizes depend on; and begin with the same weights, which are the first rank's."""
         shapes = [(*p.shape, p.dtype) for p in self._parameters]
-        groups = [{k: v for k, v in group.items() if k != _INNER} for group in self.wrapped.param_groups]
-        config = self.config
+        groups, config = self._settings(), self.config
         line = (
-            f"{type(self.wrapped).__name__}, {self._what_travels()}, stage {config.stage}, seed {config.seed}, "
+            f"{self._kind}, {self._what_travels()}, stage {config.stage}, seed {config.seed}, "
             f"nonfinite {config.nonfinite}, clip_norm {config.clip_norm}, clip_value {config.clip_value}, "
             f"{len(shapes)} parameters with checksum {crc32(repr((shapes, groups)).encode()):08x}, "
             f"plan with checksum {crc32(repr(self.plan).encode()):08x}"
@@ -194,14 +258,17 @@ class ShardedOptimizerBase(Optimizer):
 
     def _move_states(self) -> None:
         """Give the wrapped optimizer the pieces that live here instead of parameters, and what it knows of them."""
+        pieces = self._pieces()
+        self._pieces_of_groups = [
+            [piece for p in group[_INNER] for piece, _, _ in pieces.get(id(p), [])] for group in self.param_groups
+        ]
         if self.config.stage == 0:
             return
-        old, pieces = dict(self.wrapped.state), self._pieces()
+        old = dict(self.wrapped.state)
         self.wrapped.state.clear()
-        for group in self.wrapped.param_groups:
-            group[_INNER] = [piece for p in group[_INNER] for piece, _, _ in pieces.get(id(p), [])]
         for p in self._parameters:
-            whole = {"shape": list(p.shape), "weights": p.detach().view(-1), "master": None, "state": old.get(p, {})}
+            whole = {"shape": list(p.shape), "weights": p.detach().view(-1), "master": None, "state": old.get(p, {}),
+                     "undivided": True}  # fmt: skip
             for piece, first, last in pieces.get(id(p), []):
                 if p in old:
                     self.wrapped.state[piece] = cut(whole, first, last, piece.shape)["state"]
@@ -414,6 +481,8 @@ class ShardedOptimizerBase(Optimizer):
         self._count(published=True)
         self._note_weights()
         self._begin()
+        if self.steps == 1:
+            self._warn_of_what_cannot_be_saved()
 
     def _clip(self) -> None:
         if self.config.clip_value is not None:
@@ -424,23 +493,42 @@ class ShardedOptimizerBase(Optimizer):
     def _step_pieces(self) -> None:
         for bucket in self.buckets:
             bucket.give_gradients()
-        self._copy_hyperparameters()
-        self.wrapped.step()
+        # In steps 1, 2, 4 and so on; late ranks would keep the others waiting.
+        checked = not self.steps & (self.steps + 1) and self.stragglers.policy is None
+        before = [fractions_of(group) for group in self.param_groups] if checked else []
+        with self._inside() as wrapped:
+            wrapped.step()
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 piece.grad = None
+        if checked:
+            self._check_measured(before)
+
+    def _check_measured(self, before: Sequence[Mapping[str, float]]) -> None:
+        """Raise if a step has measured something of the parameters that live here, and keeps it in its groups.
+
+        All ranks would need the same number. That the wrapped optimizer is one of those was not seen when it was tried.
+        """
+        mine = {
+            f"{name!r} of group {number}": value
+            for number, (group, old) in enumerate(zip(self.param_groups, before, strict=True))
+            for name, value in fractions_of(group).items()
+            if name not in old or (value != old[name] and not math.isnan(value))
+        }
+        everyones = [json.loads(text) for text in share(self.peers, json.dumps(mine), _MEASURED, _COMPARISON)]
+        for name in dict.fromkeys(name for each in everyones for name in each):
+            values = {rank: each[name] for rank, each in enumerate(everyones) if name in each}
+            if len(set(values.values())) > 1:
+                said = ", ".join(f"{value:g} on rank {rank}" for rank, value in values.items())
+                raise ConfigError(f"step {self.rounds}: {self._kind} has set {name} to {said}. It {_WHOLE_MODEL}")
 
     def _step_replicated(self) -> None:
         for bucket in self.buckets:
             for bit, parameter in enumerate(bucket.parameters):
                 if not bucket.note >> bit & 1:
                     parameter.grad = None
-        self._copy_hyperparameters()
-        self.wrapped.step()
-
-    def _copy_hyperparameters(self) -> None:
-        for mine, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
-            inner.update({name: value for name, value in mine.items() if name != _INNER})
+        with self._inside() as wrapped:
+            wrapped.step()
 
     def _tell_scaler(self, bad: bool) -> None:
         """What one rank found all scalers must know, or their scales drift apart."""
@@ -488,6 +576,38 @@ class ShardedOptimizerBase(Optimizer):
         for bucket in self.buckets:
             bucket.shard.fetch_late(bucket.held)
 
+    # Training and evaluation, of optimizers that train with other weights than they evaluate.
+
+    def train(self, mode: bool = True) -> None:
+        """Let the wrapped optimizer put its weights for training into the model, if it has a method ``train``.
+
+        Every rank must call it, between steps. The same holds for :meth:`eval`.
+        """
+        self._switch("train" if mode else "eval")
+
+    def eval(self) -> None:
+        """Let the wrapped optimizer put its weights for evaluation into the model, if it has a method ``eval``."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        self._check_open()
+        switch = getattr(self.wrapped, mode, None)
+        if not callable(switch):
+            return
+        self._follow_weights()
+        settings, versions = repr(self._settings()), self._inner_versions()
+        with self._inside():
+            switch()
+        changed = settings != repr(self._settings()) or versions != self._inner_versions()
+        if self.config.stage > 0 and "1" in tell(self.peers, str(int(changed)), _SWITCHED, f"the call of {mode}()"):
+            self._share_exact_weights()
+        self._note_weights()
+
+    def _inner_versions(self) -> list[int]:
+        with self._inside() as wrapped:
+            return [p._version for group in wrapped.param_groups for p in group[_INNER]]
+
     # Its state, which goes out and comes in.
 
     def state_dict(self) -> dict[str, Any]:
@@ -500,9 +620,9 @@ class ShardedOptimizerBase(Optimizer):
             raise ConfigError("save the state between steps: gradients of this one have been sent.")
         places = {key: str(place) for key, place in self._places.items()}
         groups, at = [], 0
-        for group in self.param_groups:
+        for group, settings in zip(self.param_groups, self._saved_settings(), strict=True):
             count = len(group[_INNER])
-            groups.append({**{k: v for k, v in group.items() if k != _INNER}, _INNER: list(range(at, at + count))})
+            groups.append({**settings, _INNER: list(range(at, at + count))})
             at += count
         residuals: dict[str, Tensor] = {}
         owned: dict[str, dict[str, Any]] = {}
@@ -524,12 +644,14 @@ class ShardedOptimizerBase(Optimizer):
             "rank": self.exchange.rank,
             "ranks": self.exchange.size,
             "stage": self.config.stage,
-            "wrapped": type(self.wrapped).__name__,
+            "undivided": self.config.stage == 0 or self.whole,
+            "wrapped": self._kind,
             "plan": self._plan_name(),
             "step": self.buckets[0].shard.step,
             "steps": self.steps,
             "skipped": self.skipped,
             "param_groups": groups,
+            "more": packed(self._more(), f"{self._kind}.state_dict()", self._more_made_with),
             "shapes": self._shapes(),
             "pieces": {places[key]: pieces for key, pieces in self._saved_pieces().items()},
             "residuals": residuals,
@@ -543,11 +665,31 @@ class ShardedOptimizerBase(Optimizer):
     def _plan_name(self) -> str:
         return f"{crc32(repr(self.plan).encode()):08x}"
 
+    def _saved_settings(self) -> list[dict[str, Any]]:
+        places = enumerate(zip(self._settings(), self._made_with, strict=True))
+        return [packed(now, f"{self._kind}.param_groups[{place}]", before) for place, (now, before) in places]
+
+    def _saved_state(self, parameter: Tensor, piece: Tensor) -> dict[str, Any]:
+        """What the wrapped optimizer knows of what lives here of a parameter."""
+        where = f"{self._kind}.state[parameter {self._places[id(parameter)]}]"
+        return dict(packed(self.wrapped.state.get(piece, {}), where))
+
+    def _warn_of_what_cannot_be_saved(self) -> None:
+        try:
+            self._saved_settings()
+            packed(self._more(), f"{self._kind}.state_dict()", self._more_made_with)
+            self._saved_pieces()
+        except ConfigError as error:
+            warnings.warn(f"this optimizer can train, but its state cannot be saved: {error}", stacklevel=2)
+
     def _saved_pieces(self) -> dict[int, list[dict[str, Any]]]:
         found: dict[int, list[dict[str, Any]]] = {}
+        for key in self.wrapped.state:
+            if not isinstance(key, Tensor):
+                raise ConfigError(f"{self._kind}.state[{key!r}] is of no parameter: it cannot be saved.")
         if self.config.stage == 0:
             for p in self._parameters:
-                state = dict(self.wrapped.state.get(p, {}))
+                state = self._saved_state(p, p)
                 piece = {"first": 0, "last": p.numel(), "weights": p.detach().view(-1), "master": None, "state": state}
                 found[id(p)] = [piece]
             return found
@@ -559,7 +701,7 @@ class ShardedOptimizerBase(Optimizer):
                     "last": last,
                     "weights": p.detach().view(-1)[first:last],
                     "master": piece.detach().view(-1) if masters[id(piece)] else None,
-                    "state": dict(self.wrapped.state.get(piece, {})),
+                    "state": self._saved_state(p, piece),
                 }
                 for piece, first, last in self._pieces().get(id(p), [])
             ]
@@ -582,10 +724,8 @@ class ShardedOptimizerBase(Optimizer):
                 f"the state is of {len(states[0]['shapes']) if states else 0} parameters of other shapes than this "
                 f"optimizer's {len(shapes)}."
             )
-        if states[0]["wrapped"] != type(self.wrapped).__name__:
-            raise ConfigError(
-                f"the state is of {states[0]['wrapped']}; this optimizer wraps {type(self.wrapped).__name__}."
-            )
+        if states[0]["wrapped"] != self._kind:
+            raise ConfigError(f"the state is of {states[0]['wrapped']}; this optimizer wraps {self._kind}.")
         mine, same = self._division(), self.fits(states[0])
         own = [state for state in states if state["rank"] == self.exchange.rank]
         if not same and len(states) != states[0]["ranks"]:
@@ -596,7 +736,7 @@ class ShardedOptimizerBase(Optimizer):
             )
         if same and not own:
             raise ConfigError(f"the state is of rank {states[0]['rank']}; this is rank {self.exchange.rank}.")
-        self._load_groups(states[0]["param_groups"])
+        self._load_groups(own[0] if same else states[0])
         self._load_pieces(joined(states) if not same else None, own[0] if same else None)
         self._load_residuals(states, own[0] if same else None)
         for bucket in self.buckets:
@@ -616,9 +756,16 @@ class ShardedOptimizerBase(Optimizer):
         sharded = (state["stage"] > 0) == (self.config.stage > 0)
         return bool(sharded and state["ranks"] == self.exchange.size and state["plan"] == self._plan_name())
 
-    def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        load_groups(self.param_groups, groups)
-        self._copy_hyperparameters()
+    def _load_groups(self, state: Mapping[str, Any]) -> None:
+        """And what else the wrapped optimizer has saved."""
+        if more := unpacked(state.get("more", {})):
+            with self._inside() as wrapped:
+                known = wrapped.state_dict()
+                wrapped.load_state_dict({**known, **_updated(self._more(), more), "state": {}})
+        load_groups(self.param_groups, state["param_groups"])
+        for group, saved, made_with in zip(self.param_groups, state["param_groups"], self._made_with, strict=True):
+            for name in [name for name in group if name not in saved and name not in made_with and name != _INNER]:
+                del group[name]  # steps since then have added it
 
     def _load_pieces(self, whole: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
         pieces = self._pieces()
@@ -634,12 +781,7 @@ class ShardedOptimizerBase(Optimizer):
                     truth = piece["master"] if piece["master"] is not None else piece["weights"]
                     target.detach().view(-1).copy_(truth.reshape(-1))
                 if piece["state"]:
-                    self.wrapped.state[target] = {
-                        name: value.clone().to(target.device)
-                        if isinstance(value, Tensor) and value.dim()
-                        else _copied(value)
-                        for name, value in piece["state"].items()
-                    }
+                    self.wrapped.state[target] = unpacked(piece["state"], target.device)
 
     def _load_residuals(self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None) -> None:
         if own is None and any(each for state in states for each in state["codec_states"]):
@@ -672,6 +814,13 @@ class ShardedOptimizerBase(Optimizer):
                         first = start + piece["first"]
                         fresh[first : first + piece["residual"].numel()] += piece["residual"].to(fresh.device)
             bucket.shard.states = [{"residual": fresh}]
+
+    def _share_exact_weights(self) -> None:
+        """Every rank's own slices, as its optimizer has them, to everybody."""
+        for bucket in self.buckets:
+            if bucket.master is not None:
+                bucket.held.write(bucket.shard.own, bucket.master)
+        self._share_weights()
 
     def _share_weights(self) -> None:
         """Every rank's own slices of weights to everybody, as they are."""
@@ -709,21 +858,17 @@ class ShardedOptimizerBase(Optimizer):
         """
         states = self._everyones_states()
         whole = joined(states)
-        state = {
-            self._places[id(p)]: {
-                name: value.reshape(p.shape)
-                if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == p.numel()
-                else value
-                for name, value in whole[str(self._places[id(p)])]["state"].items()
-            }
-            for p in self._parameters
-            if whole[str(self._places[id(p)])]["state"]
-        }
-        groups = [
-            {name: tuple(value) if isinstance(mine.get(name), tuple) else value for name, value in group.items()}
-            for mine, group in zip(self.param_groups, states[0]["param_groups"], strict=True)
-        ]
-        return {"state": state, "param_groups": groups}
+        state = {}
+        for p in self._parameters:
+            each = whole[str(self._places[id(p)])]
+            if each["state"]:
+                found = unpacked(each["state"])
+                state[self._places[id(p)]] = found if each["undivided"] else in_shape(found, p.shape)
+        groups: list[dict[str, Any]] = [dict(each) for each in self._settings()]
+        load_groups(groups, states[0]["param_groups"])
+        for group, saved in zip(groups, states[0]["param_groups"], strict=True):
+            group[_INNER] = saved[_INNER]
+        return {"state": state, "param_groups": groups, **self._more()}
 
     def synchronize_optimizer_state(self) -> None:
         """Make every rank's optimizer state that of the owners; at stage 0, that of the first rank.
@@ -732,7 +877,7 @@ class ShardedOptimizerBase(Optimizer):
         """
         states = self._everyones_states()
         own = states[self.exchange.rank]
-        self._load_groups(states[0]["param_groups"])
+        self._load_groups(states[0])
         whole = joined(states)
         for each in whole.values():
             each["weights"] = each["weights"].clone()
@@ -752,10 +897,7 @@ class ShardedOptimizerBase(Optimizer):
         with torch.no_grad():
             self._follow_weights()
             kept = [p.detach().clone() for p in self._parameters]
-            for bucket in self.buckets:
-                if bucket.master is not None:
-                    bucket.held.write(bucket.shard.own, bucket.master)
-                bucket.shard.share(bucket.held)
+            self._share_exact_weights()
         try:
             yield
         finally:
@@ -822,5 +964,9 @@ def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _updated(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What was saved, and what an optimizer has of its own where nothing was."""
+    both = {
+        name: each for name, each in own.items() if isinstance(each, Mapping) and isinstance(saved.get(name), Mapping)
+    }
+    return {**own, **saved, **{name: _updated(each, saved[name]) for name, each in both.items()}}
