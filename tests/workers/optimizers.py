@@ -2,18 +2,21 @@
 
 import copy
 import importlib
+import warnings
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import GradientCompressionOptimizer, ShardedOptimizerBase
+from gradwire import ConfigError, GradientCompressionOptimizer, ShardedOptimizerBase
 
 from .base import main_of_cases
 from .ddp import Net, loss_of
 from .sharded import checksum, configuration
 
 RATIO = 0.3
-STEPS = 24
+STEPS = 16
 
 
 def everything(model):
@@ -58,7 +61,7 @@ OPTIMIZERS = {
     "heavyball.Muon": package("heavyball", "Muon", matrices, lr=0.01),
     "heavyball.SOAP": package("heavyball", "SOAP", lr=3e-3),
     "lion_pytorch.Lion": package("lion_pytorch", "Lion", lr=1e-3),
-    "prodigyopt.Prodigy": package("prodigyopt", "Prodigy"),
+    "prodigyopt.Prodigy": package("prodigyopt", "Prodigy", d0=1e-5),
     "schedulefree.AdamWScheduleFree": package("schedulefree", "AdamWScheduleFree", lr=0.01),
     "schedulefree.RAdamScheduleFree": package("schedulefree", "RAdamScheduleFree", lr=0.01),
     "schedulefree.SGDScheduleFree": package("schedulefree", "SGDScheduleFree", lr=0.5),
@@ -109,12 +112,10 @@ def tested(rank, name, stage):
     train(model, straight, rank, STEPS // 2, start=STEPS // 2)
     again = Net()
     other = GradientCompressionOptimizer(make(again), configuration(stage=stage), RATIO)
-    train(again, other, rank, 2)  # somewhere else
+    train(again, other, rank, 1)  # somewhere else
     other.deserialize(saved)
     train(again, other, rank, STEPS // 2, start=STEPS // 2)
     found = {"straight": checksum(model), "resumed": checksum(again), "ratio": straight.traffic.ratio}
-    exported = straight.full_state_dict()
-    make(copy.deepcopy(model)).load_state_dict(exported)
     compressed = final_loss(model, straight)
     for optimizer in (sharded, straight, other):
         optimizer.close()
@@ -122,7 +123,164 @@ def tested(rank, name, stage):
             "parameters": checksum(model)}  # fmt: skip
 
 
-CASES = {case.__name__: case for case in (tested,)}
+def handed_over(rank, name):
+    """A state of stage 1 goes on at stage 0, and in the optimizer itself."""
+    make, divided = OPTIMIZERS[name], Net()
+    sharded = ShardedOptimizerBase(make(divided), configuration(stage=1))
+    train(divided, sharded, rank, STEPS // 2)
+    plain, replicated = copy.deepcopy(divided), Net()
+    inner = make(plain)
+    inner.load_state_dict(sharded.full_state_dict())
+    other = ShardedOptimizerBase(make(replicated), configuration(stage=0))
+    other.load_state_dict(sharded._everyones_states())
+    for model, optimizer in ((divided, sharded), (replicated, other), (DistributedDataParallel(plain), inner)):
+        train(model, optimizer, rank, STEPS // 2, start=STEPS // 2)
+    return {"parameters": checksum(divided), "replicated": checksum(replicated), "plain": checksum(plain)}
+
+
+class Counting(torch.optim.SGD):
+    """Keeps things in its groups, and in states with numbers as keys."""
+
+    def __init__(self, params, lr=0.1, weight_decay=0.0):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        for group in self.param_groups:
+            group.update(k=0, path=0.0)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["path"] += group["lr"]
+            group["lr"] *= 0.5
+            for p in group["params"]:
+                self.state[p].setdefault(0, {"seen": {1}})["seen"].add(group["k"])
+        super().step(closure)
+
+
+def in_groups(rank, stage):
+    """What a step, a scheduler and the user set in groups, in turn."""
+    model = Net()
+    inner = Counting(model.parameters(), lr=1.0)
+    before = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)  # of the optimizer that is wrapped then
+    optimizer = ShardedOptimizerBase(inner, configuration(stage=stage))
+    group, seen = optimizer.param_groups[0], []
+    for step in range(4):
+        if step == 2:
+            group["lr"] = 0.25
+            inner.param_groups[0]["weight_decay"] = 0.1
+        train(model, optimizer, rank, 1, start=step)
+        seen.append([group["k"], group["path"], group["lr"], group["weight_decay"]])
+    before.step()
+    seen.append(optimizer.param_groups[0]["lr"])
+    whole = [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
+    saved = optimizer.serialize()
+    again = Net()
+    other = ShardedOptimizerBase(Counting(again.parameters(), lr=1.0), configuration(stage=stage))
+    other.deserialize(saved)
+    state = next(iter(other.state.values()))
+    return {"parameters": checksum(again), "again": checksum(model), "seen": seen, "whole": whole,
+            "state": {str(key): sorted(each["seen"]) for key, each in state.items()},
+            "loaded": [other.param_groups[0][name] for name in ("k", "path", "lr")]}  # fmt: skip
+
+
+class Measuring(torch.optim.SGD):
+    """As D-Adaptation does: a step size from the gradients of all parameters, from some step on."""
+
+    def __init__(self, params, lr=0.1, begin=1):
+        super().__init__(params, lr=lr)
+        self.defaults["begin"] = begin
+        for group in self.param_groups:
+            group.update(begin=begin, k=0)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            if group["k"] >= group["begin"]:
+                group["d"] = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+        super().step(closure)
+
+
+def measuring(rank, stage, begin):
+    model = Net()
+    try:
+        optimizer = ShardedOptimizerBase(Measuring(model.parameters(), begin=begin), configuration(stage=stage))
+    except ConfigError as error:
+        return {"words": str(error), "steps": 0}
+    try:
+        train(model, optimizer, rank, 20)
+    except ConfigError as error:
+        return {"words": str(error), "steps": optimizer.rounds}
+    return {"words": "no error", "steps": optimizer.rounds}
+
+
+class Hooked(torch.optim.SGD):
+    """What it keeps of a parameter cannot be saved."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["when"] = print
+
+
+def unsaved(rank, stage):
+    model = Net()
+    optimizer = ShardedOptimizerBase(Hooked(model.parameters(), lr=0.1), configuration(stage=stage))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, rank, 3)
+    try:
+        optimizer.state_dict()
+    except ConfigError as error:
+        return {"warned": [str(each.message) for each in caught], "refused": str(error)}
+    return {"refused": "no error"}
+
+
+def switched(rank, stage):
+    """Weights for evaluation are on all ranks, and those for training come back."""
+    model = Net()
+    inner = importlib.import_module("schedulefree").AdamWScheduleFree(model.parameters(), lr=0.01)
+    optimizer = GradientCompressionOptimizer(inner, configuration(stage=stage), RATIO)
+    train(model, optimizer, rank, 4)
+    with optimizer.full_precision():
+        training = torch.cat([p.detach().view(-1) for p in model.parameters()])
+    found = []
+    for name in ("eval", "eval", "train"):
+        before = optimizer.metrics()["sent_bytes"]
+        getattr(optimizer, name)()
+        vector = torch.cat([p.detach().view(-1) for p in model.parameters()])
+        found.append([float((vector - training).abs().max()), optimizer.metrics()["sent_bytes"] - before])
+    plain = ShardedOptimizerBase(torch.optim.SGD(Net().parameters(), lr=0.1), configuration())
+    plain.train()
+    plain.eval()
+    plain.train(False)
+    return {"parameters": checksum(model), "found": found}
+
+
+def fewer_matrices(rank, stage, ratio):
+    """One matrix, of which one rank owns everything."""
+    torch.manual_seed(0)
+    plain, ours = (nn.Linear(64, 64, bias=False) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    inner = torch.optim.Muon(plain.parameters(), lr=0.02)
+    made = torch.optim.Muon(ours.parameters(), lr=0.02)
+    optimizer = GradientCompressionOptimizer(made, configuration(stage=stage), ratio)
+    for step in range(10):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        for model, stepped in ((DistributedDataParallel(plain), inner), (ours, optimizer)):
+            stepped.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            stepped.step()
+    again = optimizer.serialize()
+    optimizer.deserialize(again)
+    traffic = optimizer.traffic
+    dist.barrier()
+    distance = float((plain.weight - ours.weight).norm() / plain.weight.norm())
+    return {"parameters": checksum(ours), "ratio": traffic.ratio, "gradient_bytes": traffic.gradient_bytes,
+            "weight_bytes": traffic.weight_bytes, "distance": distance}  # fmt: skip
+
+
+CASES = {case.__name__: case for case in (tested, handed_over, in_groups, measuring, unsaved, switched, fewer_matrices)}
 
 if __name__ == "__main__":
     main_of_cases(CASES)

@@ -88,6 +88,8 @@ class ShardedOptimizerBase(Optimizer):
         if isinstance(wrapped_optimizer, ShardedOptimizerBase):
             raise ConfigError("`wrapped_optimizer` is sharded already: wrap it once.")
         check_wrapped("wrapped_optimizer", wrapped_optimizer)
+        if isinstance(wrapped_optimizer, torch.optim.SparseAdam):
+            raise ConfigError("`wrapped_optimizer` must take dense gradients; got SparseAdam.")
         config = config if config is not None else ShardingConfiguration()
         if not isinstance(config, ShardingConfiguration):
             raise ConfigError(f"`config` must be a ShardingConfiguration; got {type(config).__name__}.")

@@ -129,5 +129,7 @@ def check_state(state: Any) -> None:
                 f"a state must come from state_dict() or serialize(), with {name!r} of type {kind.__name__}; "
                 f"got {type(state.get(name)).__name__}."
             )
+    if not isinstance(state.get("more", {}), Mapping):
+        raise ConfigError(f"a state must have 'more' of type Mapping; got {type(state['more']).__name__}.")
     if state["format"] != 1:
         raise ConfigError(f"a state must be of format 1; got {state['format']}: it was saved by another version.")
