@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from gradwire import ConfigError, ShardedOptimizerBase
-from tests.workers.optimizers import OPTIMIZERS, RATIO
+from gradwire.optim.sharded_state import cut, joined
+from gradwire.optim.wrapping import load_optimizer, saved_optimizer
+from gradwire.tree import from_bytes, to_bytes
+from tests.workers.optimizers import OPTIMIZERS, RATIO, Counting
 from tests.workers.ranks import said, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,6 +44,7 @@ def two(tmp_path_factory):
         cases["unsaved", stage] = ("unsaved", {"stage": stage})
         if installed("schedulefree"):
             cases["switched", stage] = ("switched", {"stage": stage})
+            cases["whole run", stage] = ("whole_run", {"stage": stage})
         for begin in (1, 7):
             cases["measuring", stage, begin] = ("measuring", {"stage": stage, "begin": begin})
     for stage in (1, 2):
@@ -123,6 +127,26 @@ def test_weights_for_evaluation_are_on_every_rank(two, stage):
         assert back < 1e-6
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_whole_run_validates_with_the_weights_for_evaluation(two, stage):
+    pytest.importorskip("schedulefree")
+    for rank in same_on_every_rank(two["whole run", stage], "parameters", "validations"):
+        assert rank["modes"] == [False] * 3
+        assert rank["training"]
+        assert rank["validations"][-1][1] < rank["validations"][0][1]
+
+
+def test_optimizers_around_others_save_states_with_numbers_as_keys():
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer, other = (Counting(parameters) for _ in range(2))
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    saved = from_bytes(to_bytes(saved_optimizer(optimizer)))
+    load_optimizer(other, saved)
+    assert dict(other.state[parameters[1]])[0] == {"seen": {1}}
+
+
 @pytest.mark.parametrize("ratio", [0.3, 0.1])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_rank_that_owns_nothing_meets_its_ratio(two, stage, ratio):
@@ -132,6 +156,14 @@ def test_a_rank_that_owns_nothing_meets_its_ratio(two, stage, ratio):
     for rank in (owner, other):
         assert 0 < rank["ratio"] <= ratio
         assert rank["distance"] < (0.1 if ratio == 0.3 else 0.3)
+
+
+def test_flat_states_of_whole_parameters_stay_flat():
+    """Prodigy keeps a flat copy of each parameter."""
+    piece = {"first": 0, "last": 6, "weights": torch.zeros(6), "master": None, "state": {"s": torch.arange(6.0)}}
+    whole = joined([{"shapes": {"0": [2, 3]}, "stage": 0, "pieces": {"0": [piece]}}])["0"]
+    assert cut(whole, 0, 6, (2, 3))["state"]["s"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert cut(whole, 2, 4, (2,))["state"]["s"].tolist() == [2, 3]
 
 
 def test_sparse_adam_is_refused():

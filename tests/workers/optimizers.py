@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import ConfigError, GradientCompressionOptimizer, ShardedOptimizerBase
+from gradwire import ConfigError, GradientCompressionOptimizer, OptimizationData, ShardedOptimizerBase
 
 from .base import main_of_cases
-from .ddp import Net, loss_of
+from .ddp import Net, batch, loss_of
 from .sharded import checksum, configuration
 
 RATIO = 0.3
@@ -87,7 +87,7 @@ def final_loss(model, optimizer):
     """Of the same batches on every rank."""
     mode(optimizer, "eval")
     with torch.no_grad():
-        return sum(loss_of(model, 1000 + batch, 0).item() for batch in range(32)) / 32
+        return sum(loss_of(model, 1000 + number, 0).item() for number in range(32)) / 32
 
 
 def tested(rank, name, stage):
@@ -256,6 +256,25 @@ def switched(rank, stage):
     return {"parameters": checksum(model), "found": found}
 
 
+def whole_run(rank, stage):
+    """``optimize`` validates with the weights for evaluation."""
+    model, modes = Net(), []
+    inner = importlib.import_module("schedulefree").AdamWScheduleFree(model.parameters(), lr=0.01)
+    optimizer = GradientCompressionOptimizer(inner, configuration(stage=stage), RATIO)
+
+    def validate(model):
+        modes.append(inner.param_groups[0]["train_mode"])
+        return sum(loss_of(model, 1000 + number, 0).item() for number in range(8)) / 8
+
+    data = OptimizationData(
+        model, lambda model, pair: nn.functional.cross_entropy(model(pair[0]), pair[1]), lambda step: batch(step, rank),
+        steps=6, validate=validate, validate_every=2,
+    )  # fmt: skip
+    result = optimizer.optimize(data)
+    return {"parameters": checksum(model), "modes": modes, "training": inner.param_groups[0]["train_mode"],
+            "validations": result.validations}  # fmt: skip
+
+
 def fewer_matrices(rank, stage, ratio):
     """One matrix, of which one rank owns everything."""
     torch.manual_seed(0)
@@ -280,7 +299,10 @@ def fewer_matrices(rank, stage, ratio):
             "weight_bytes": traffic.weight_bytes, "distance": distance}  # fmt: skip
 
 
-CASES = {case.__name__: case for case in (tested, handed_over, in_groups, measuring, unsaved, switched, fewer_matrices)}
+CASES = {
+    case.__name__: case
+    for case in (tested, handed_over, in_groups, measuring, unsaved, switched, whole_run, fewer_matrices)
+}
 
 if __name__ == "__main__":
     main_of_cases(CASES)
