@@ -166,6 +166,24 @@ def test_flat_states_of_whole_parameters_stay_flat():
     assert cut(whole, 2, 4, (2,))["state"]["s"].tolist() == [2, 3]
 
 
+class Both(torch.optim.SGD):
+    """Steps two others."""
+
+    def __init__(self, params, lr=0.1):
+        params = list(params)
+        super().__init__(params, lr)
+        self.both = [torch.optim.SGD(params[:1], lr), torch.optim.Adam(params[1:], lr)]
+
+    def step(self, closure=None):
+        for each in self.both:
+            each.step()
+
+
+def test_optimizers_that_step_others_are_refused_above_stage_0():
+    with pytest.raises(ConfigError, match=r"Both, steps other optimizers, .* Use ShardingConfiguration\(stage=0\)"):
+        ShardedOptimizerBase(Both(torch.nn.Linear(2, 2).parameters()))
+
+
 def test_sparse_adam_is_refused():
     with pytest.raises(ConfigError, match="must take dense gradients; got SparseAdam"):
         ShardedOptimizerBase(torch.optim.SparseAdam([torch.nn.Parameter(torch.zeros(3, 3))]))

@@ -26,7 +26,15 @@ from gradwire.optim.elementwise import fractions_of, scope_of
 from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
 from gradwire.optim.sharded_state import check_state, cut, in_shape, joined
-from gradwire.optim.wrapping import check_parameters, check_wrapped, load_groups, packed, parameters_of, unpacked
+from gradwire.optim.wrapping import (
+    check_parameters,
+    check_wrapped,
+    has_other_groups,
+    load_groups,
+    packed,
+    parameters_of,
+    unpacked,
+)
 from gradwire.sharding import ProcessGroupExchange, Stragglers, clip_norm, clip_value, global_norm
 from gradwire.sharding.shard import NONFINITE, STOP, norm_tag, whole_tag
 from gradwire.tree import from_bytes, to_bytes
@@ -35,7 +43,7 @@ __all__ = ["ShardTraffic", "ShardedOptimizerBase"]
 
 _STATES: Final = 1 << 16  # beyond the places of parameters
 _INNER: Final = "params"
-_MEASURED: Final = 3  # a tag below those of steps; the next one is used as well
+_MEASURED: Final = 6  # a tag below those of steps; the next one is used as well
 _COMPARISON: Final = "the comparison of parameter groups"
 _SWITCHED: Final = 5
 _WHOLE_MODEL: Final = (
@@ -100,14 +108,19 @@ class ShardedOptimizerBase(Optimizer):
         self._parameters = parameters
         self._places = {id(p): place for place, p in enumerate(everything)}  # as torch counts them
         self._ready = False
-        groups, state = wrapped_optimizer.param_groups, wrapped_optimizer.state
-        try:  # it begins with new groups and an empty state, and both are those of the wrapped optimizer
-            super().__init__([dict(group) for group in groups], dict(wrapped_optimizer.defaults))
-        finally:
-            self.param_groups, self.state = groups, state
+        super().__init__(
+            [{**group, _INNER: list(group[_INNER])} for group in wrapped_optimizer.param_groups],
+            dict(wrapped_optimizer.defaults),
+        )
+        self._share_groups()
         scope = scope_of(wrapped_optimizer) if config.stage > 0 else "model"
         if config.stage > 0 and scope == "model":
             raise ConfigError(f"`wrapped_optimizer`, {self._kind}, {_WHOLE_MODEL}")
+        if config.stage > 0 and has_other_groups(wrapped_optimizer):
+            raise ConfigError(
+                f"`wrapped_optimizer`, {self._kind}, steps other optimizers, which have parameter groups of their own: "
+                "above stage 0 they would not get what a rank owns. Use ShardingConfiguration(stage=0)."
+            )
         self.whole = config.stage > 0 and (
             config.partition == "tensors" or (config.partition == "auto" and scope == "tensors")
         )
@@ -139,42 +152,27 @@ class ShardedOptimizerBase(Optimizer):
         self._begin()
         self._ready = True
 
-    # Both optimizers share their groups and their state: what a step, a scheduler or a user changes in the groups of
-    # one is changed in the other's, and nothing has to be carried over.
+    # Both optimizers have the same groups and the same state: what a step, a scheduler or a user changes in the groups
+    # of one is changed in the other's, and nothing has to be carried over.
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the wrapped optimizer, with whole parameters."""
-        return self.wrapped.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.wrapped.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """That of the wrapped optimizer, for what lives here."""
-        return self.wrapped.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.wrapped.state = state
+    def _share_groups(self) -> None:
+        self.param_groups, self.state = self.wrapped.param_groups, self.wrapped.state
 
     @contextmanager
     def _inside(self) -> Iterator[Optimizer]:
         """The wrapped optimizer, with what lives here in its groups in place of whole parameters."""
-        whole = [group[_INNER] for group in self.param_groups]
+        whole = [group[_INNER] for group in self.wrapped.param_groups]
         if len(whole) != len(self._pieces_of_groups):
             raise ConfigError("parameters were added to a sharded optimizer: wrap it after you have added them.")
         if self.config.stage == 0:
             yield self.wrapped
             return
-        for group, pieces in zip(self.param_groups, self._pieces_of_groups, strict=True):
+        for group, pieces in zip(self.wrapped.param_groups, self._pieces_of_groups, strict=True):
             group[_INNER] = pieces
         try:
             yield self.wrapped
         finally:
-            for group, parameters in zip(self.param_groups, whole, strict=True):
+            for group, parameters in zip(self.wrapped.param_groups, whole, strict=True):
                 group[_INNER] = parameters
 
     @property
@@ -761,9 +759,11 @@ class ShardedOptimizerBase(Optimizer):
     def _load_groups(self, state: Mapping[str, Any]) -> None:
         """And what else the wrapped optimizer has saved."""
         if more := unpacked(state.get("more", {})):
+            own = self._more()
             with self._inside() as wrapped:
                 known = wrapped.state_dict()
-                wrapped.load_state_dict({**known, **_updated(self._more(), more), "state": {}})
+                wrapped.load_state_dict({**known, **_updated(own, more), "state": {}})
+            self._share_groups()
         load_groups(self.param_groups, state["param_groups"])
         for group, saved, made_with in zip(self.param_groups, state["param_groups"], self._made_with, strict=True):
             for name in [name for name in group if name not in saved and name not in made_with and name != _INNER]:

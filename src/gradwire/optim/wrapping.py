@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ from gradwire.errors import ConfigError
 __all__ = [
     "check_parameters",
     "check_wrapped",
+    "has_other_groups",
     "load_groups",
     "load_optimizer",
     "packed",
@@ -39,6 +41,21 @@ def check_wrapped(name: str, optimizer: object) -> None:
         )
     if isinstance(optimizer, LBFGS):
         raise ConfigError(f"`{name}` must step once a gradient; got {type(optimizer).__name__}.")
+
+
+def has_other_groups(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps optimizers inside that have parameter groups of their own.
+
+    >>> import torch
+    >>> outer, inner = (torch.optim.SGD([torch.zeros(1)], lr=0.5) for _ in range(2))
+    >>> outer.inner = inner
+    >>> has_other_groups(inner), has_other_groups(outer)
+    (False, True)
+    """
+    held = list(vars(optimizer).values())
+    inside = [*held, *(each for value in held if isinstance(value, list | tuple) for each in value)]
+    known = {id(group) for group in optimizer.param_groups}
+    return any(id(group) not in known for each in inside if isinstance(each, Optimizer) for group in each.param_groups)
 
 
 def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
@@ -115,7 +132,11 @@ def packed(value: Any, where: str, made_with: Any = None) -> Any:
             }
             return {key: each for key, each in found.items() if each is not _OWN}
         if isinstance(value, list | tuple):
-            members = [packed(each, f"{where}[{place}]") for place, each in enumerate(value)]
+            known = made_with if isinstance(made_with, list | tuple) and len(made_with) == len(value) else ()
+            members = [
+                packed(each, f"{where}[{place}]", beside if isinstance(each, Mapping) else None)
+                for place, (each, beside) in enumerate(zip_longest(value, known))
+            ]
             return tuple(members) if isinstance(value, tuple) else members
         if isinstance(value, set | frozenset):
             return {_SET: sorted((packed(each, where) for each in value), key=repr)}
