@@ -74,9 +74,13 @@ test-javascript: $(READY)  ## the worker in JavaScript against a real server; ne
 		--ignore-scripts
 	GRADWIRE_TEST_JAVASCRIPT=1 $(BIN)/python -m pytest -rs tests/coordinator/test_javascript.py $(ARGS)
 
-test-hard: $(READY)  ## the coordinator's service: 200 times kill -9 under load, 100,000 hostile payloads; minutes
+test-hard: $(READY)  ## the coordinator: 200 times kill -9, 1 GB of journal, 1,100 strangers, 100,000 hostile payloads; minutes
 	GRADWIRE_KILLS=200 $(BIN)/python -m pytest -s tests/coordinator/test_crash.py
+	GRADWIRE_JOURNAL_MB=1000 $(BIN)/python -m pytest -s tests/coordinator/test_journal.py tests/coordinator/test_store.py
+	GRADWIRE_STRANGERS=1100 $(BIN)/python -m pytest -s --timeout 900 tests/coordinator/test_strangers.py
 	GRADWIRE_FUZZ=100000 $(BIN)/python -m pytest -s --timeout 900 tests/coordinator/test_attacks.py
+	GRADWIRE_FOREIGN_STATES=400 $(BIN)/python -m pytest -s tests/test_checkpoint.py
+	GRADWIRE_HOSTILE=1 $(BIN)/python -m pytest -s tests/dashboard/test_memory.py
 
 docs: $(READY)  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

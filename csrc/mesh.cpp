@@ -112,6 +112,11 @@ Mesh::Mesh(const std::vector<std::pair<int, int>>& sockets) {
 
 Mesh::~Mesh() {
   close();
+  if (::getpid() != owner_) release();
+}
+
+// Once no thread uses the descriptors: their numbers may soon be those of other files.
+void Mesh::release() {
   for (auto& [_, each] : peers_) ::close(each->socket);
   ::close(wake_read_);
   ::close(wake_write_);
@@ -138,6 +143,7 @@ void Mesh::close() {
   for (auto& [_, each] : peers_) each->leave("this rank has closed its connections");
   wake();
   thread_.join();
+  release();  // from now on every peer is gone, so that nothing is sent or read
 }
 
 std::uint64_t Mesh::send(int rank, std::uint64_t tag, const std::uint8_t* data, std::size_t bytes) {

@@ -46,7 +46,7 @@ class Mesh {
 
   std::string why_gone(int rank) const;
 
-  // Ends all connections and the thread. Waiting for any rank then says it is gone.
+  // Ends all connections and the thread, and closes the descriptors. Waiting for any rank then says it is gone.
   void close();
 
  private:
@@ -54,6 +54,7 @@ class Mesh {
   Peer& peer(int rank) const;
   void run();
   void wake();
+  void release();
   static bool write_some(Peer& peer);
   static bool read_some(Peer& peer);
   std::unordered_map<int, std::unique_ptr<Peer>> peers_;

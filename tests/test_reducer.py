@@ -135,6 +135,74 @@ def test_other_buckets_lose_nothing(what, ranks):
     assert set(states[0]["states"]) >= {"a", "b"}
 
 
+@pytest.fixture
+def small_matrices(monkeypatch):
+    """Among the others, matrices that are too small to be encoded by themselves, and a vector that looks like one."""
+    for name, shape in {"e": (40, 60), "f": (30, 50), "g": (8, 100), "row": (1, 900)}.items():
+        monkeypatch.setitem(SHAPES, name, shape)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("what", METHODS)
+def test_small_matrices_of_a_bucket_are_encoded_together(small_matrices, what, ranks):
+    """Unless each would be a message."""
+    group = reducers(what, ranks)
+    together = what in ("none", "int4", "ef(topk:0.05)", "ef(sign)", "warmup:4(topk:0.05)")
+    for step in range(2):
+        got = same(results(reduce(group, step)))
+        for name in set(SHAPES) - set(LARGE):
+            exact = torch.allclose(got[name].double(), true_mean(ranks, step, name), atol=1e-6)
+            assert exact == (what == "none" or not together or name not in ("e", "f", "g")), name
+    assert ("e" in group[0].state_dict()["states"]) == (together and what not in ("none", "int4"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("what", ["ef(topk:0.05)", "ef(int4)"])
+def test_small_matrices_that_come_to_other_buckets_lose_nothing(small_matrices, what, ranks):
+    """Where they are too few to be encoded, what was kept back travels in float32 with them."""
+    group, names = reducers(what, ranks), list(SHAPES)
+    apart = [["e", "row", "norm"], ["d", "c"], ["f", "g", "scale", "b"], ["bias", "a"]]
+    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step, buckets in enumerate([[names], apart, apart, [names[::-1]], apart]):
+        got = same(in_buckets(group, step, buckets))
+        states = state_dicts(group)
+        assert ("e" in states[0]["states"]) == (buckets is not apart)
+        assert {"a", "f", "g"} <= states[0]["states"].keys()
+        for name in SHAPES:
+            total[name] += true_mean(ranks, step, name) - got[name]
+            missing = name not in states[0]["states"]
+            expected = torch.zeros(SHAPES[name]) if missing else kept(states, ranks, name)
+            torch.testing.assert_close(total[name], expected.double(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "then"), [(3, 2), (2, 3), (2, 2)])
+def test_residuals_of_small_matrices_are_saved_and_loaded_by_name(small_matrices, ranks, then):
+    before, after = reducers("ef(topk:0.05)", ranks), reducers("ef(topk:0.05)", then)
+    sent = [reduce(before, 0), reduce(before, 1)]
+    states = state_dicts(before)
+    for reducer in after:
+        reducer.load_state_dict(states)
+    sent += [reduce(after, 2)]
+    for reducer in after:
+        reducer.assign(dict.fromkeys(SHAPES, "none"))
+    sent += [reduce(after, 3), reduce(after, 4)]
+    for name in SHAPES:
+        total = sum(results(each)[0][name].double() for each in sent)
+        wanted = sum(true_mean(ranks if s < 2 else then, s, name) for s in range(5))
+        torch.testing.assert_close(total, wanted, rtol=0, atol=1e-4)
+
+
+def test_a_state_of_a_version_that_sent_small_matrices_in_float32(small_matrices):
+    group, again = reducers("ef(topk:0.05)", 2), reducers("ef(topk:0.05)", 2)
+    results(reduce(group, 0))
+    for reducer, state in zip(again, state_dicts(group), strict=True):
+        for name in ("e", "f", "g"):
+            del state["states"][name]
+        reducer.load_state_dict(state)
+    same(results(reduce(again, 1)))
+    assert {"a", "e", "f", "g"} <= set(again[0].state_dict()["states"])
+
+
 @pytest.mark.parametrize("nonfinite", ["raise", "propagate"])
 @pytest.mark.parametrize("where", ["a", "b", "bias", "scale"])
 @pytest.mark.parametrize(
@@ -397,6 +465,29 @@ def test_nothing_is_written_to_gradients_after_a_bucket_has_failed():
         return not early or all(bool((g == 5.0).all()) for g in gradients)
 
     assert results(on_every_rank(body, 3, peers)) == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["a", "bias"])
+def test_means_that_cannot_be_written_are_an_error_not_a_wait(name):
+    """Callbacks of futures drop errors: the bucket would never be done."""
+    reducer = GradientReducer(parameters(), "int4", Alone())
+    gradients = {n: torch.zeros(1).expand(SHAPES[n]) if n == name else torch.zeros(SHAPES[n]) for n in SHAPES}
+    done = reducer.start(list(gradients), list(gradients.values()), last=True)
+    with pytest.raises(RuntimeError, match="written-to tensor"):
+        done.result(TIMEOUT_S)
+    with pytest.raises(RuntimeError, match="written-to tensor"):  # the ranks are no longer in step
+        reducer.reduce()
+
+
+def test_an_error_in_a_bucket_ends_those_before_it():
+    """Their small tensors travel with the last bucket, which never comes."""
+    reducer = GradientReducer(parameters(), "int4", Alone())
+    first = reducer.start(["norm", "a"], [torch.ones(100), torch.ones(80, 64)], last=False)
+    reducer.on_gradient.append(lambda name, gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        reducer.start(["bias", "b"], [torch.ones(64), torch.ones(64, 100)], last=True)
+    with pytest.raises(ZeroDivisionError):
+        first.result(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,18 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 from zlib import crc32
 
 import torch
 
-from gradwire.collectives.peers import Peers, tell
-from gradwire.errors import CheckpointError, WireError
-from gradwire.files import write_whole
+from gradwire.collectives.peers import Peers, tell, together
+from gradwire.errors import CheckpointError, GradwireError, PeerError, WireError
+from gradwire.files import read_json, read_whole, write_whole
 from gradwire.tree import from_bytes, from_tensors, to_bytes, to_tensors
 
 __all__ = [
@@ -38,6 +40,10 @@ _TAG: Final = 3
 _LATE_S: Final = 5.0
 _DCP: Final = "torch.distributed.checkpoint"
 _TEXT: Final = "#tree"  # after the name of a rank: everything but its tensors
+_SAVING: Final = "the saving of a checkpoint"
+_LOADING: Final = "the loading of a checkpoint"
+_MARKER_BYTES: Final = 4 << 20  # of 100,000 ranks it has 2.5 MB
+_WORDS: Final = 400  # of an error, which may quote what a file holds
 
 
 class Checkpointed(Protocol):
@@ -78,7 +84,9 @@ def save_checkpoint(
 
     Every rank must call it, between steps, with the same folder, which all can reach. Of earlier checkpoints in it the
     last ``keep`` complete ones stay, this one among them. ``shared=False`` is for folders of each rank's own, whose
-    files somebody else brings together. Returns the path of the checkpoint.
+    files the caller brings together. Returns the path of the checkpoint.
+
+    If it cannot be saved, every rank raises :class:`~gradwire.errors.CheckpointError` and removes what it wrote.
 
     >>> import tempfile, torch, torch.distributed as dist
     >>> from gradwire import ShardedOptimizerBase
@@ -92,36 +100,65 @@ def save_checkpoint(
     """
     peers = optimizer.peers
     here = Path(folder) / f"step-{optimizer.rounds:010d}"
-    data = to_bytes({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
-    failure = ""
-    try:
-        here.mkdir(parents=True, exist_ok=True)
-        if peers.rank == 0:
-            (here / _MARKER).unlink(missing_ok=True)
-        write_whole(here / _name(peers.rank, peers.size), data)
-    except OSError as error:
-        failure = str(error)
-    told = tell(peers, f"{crc32(data)} {len(data)} {failure}"[:400], _TAG, "the saving of a checkpoint")
-    failed = {rank: line.split(" ", 2)[2] for rank, line in enumerate(told) if line.split(" ", 2)[2:] not in ([], [""])}
-    if failed:
-        raise CheckpointError(f"the checkpoint {here.name} was not saved: {failed}.")
-    if peers.rank == 0 and shared and (missing := _missing(here, [int(line.split(" ")[1]) for line in told])):
-        failure = f"the first rank does not see the files of ranks {missing}: {folder} must be a folder that all share."
-    elif peers.rank == 0:
-        files = [line.split(" ")[:2] for line in told]
-        marker = {
-            "format": 1,
-            "ranks": peers.size,
-            "steps": optimizer.rounds,
-            "files": [[int(x) for x in f] for f in files],
-        }
-        write_whole(here / _MARKER, json.dumps(marker).encode())
+
+    def write() -> bytes:
+        data = to_bytes({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
+        with _not_saved(here):
+            here.mkdir(parents=True, exist_ok=True)
+            if peers.rank == 0:
+                (here / _MARKER).unlink(missing_ok=True)
+        _put(here / _name(peers.rank, peers.size), data)
+        return data
+
+    def complete(files: list[list[int]]) -> None:
+        if peers.rank > 0:
+            return
+        with _not_saved(here):
+            missing = _missing(here, [nbytes for _, nbytes in files]) if shared else []
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint {here.name} was not saved: the first rank does not see the files of ranks {missing}. "
+                f"{folder} must be a folder that all ranks share."
+            )
+        marker = {"format": 1, "ranks": peers.size, "steps": optimizer.rounds, "files": files}
+        _put(here / _MARKER, json.dumps(marker).encode())
         for old in _complete(Path(folder))[:-keep] if keep else []:
             shutil.rmtree(old, ignore_errors=True)
-    failure = tell(peers, failure[:400], _TAG, "the saving of a checkpoint")[0]  # nobody goes on before it counts
-    if failure:
-        raise CheckpointError(f"the checkpoint {here.name} was not saved: {failure}")
+
+    try:
+        data = together(peers, write, _TAG, _SAVING, CheckpointError)
+        lines = tell(peers, f"{crc32(data)} {len(data)}", _TAG, _SAVING)
+        files = [[int(number) for number in line.split(" ")] for line in lines]
+        together(peers, lambda: complete(files), _TAG, _SAVING, CheckpointError)  # no rank goes on before it counts
+    except PeerError:  # the ranks that are left cannot know whether it counts: a marker may be there
+        raise
+    except Exception:
+        _discard(here, peers)
+        raise
     return here
+
+
+def _put(path: Path, data: bytes) -> None:
+    with _not_saved(path.parent, f"{path} cannot be written: "):
+        write_whole(path, data)
+
+
+@contextmanager
+def _not_saved(here: Path, what: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {here.name} was not saved: {what}{error}.") from error
+
+
+def _discard(here: Path, peers: Peers) -> None:
+    """Remove what was written of a checkpoint that failed on some rank; every rank calls it."""
+    for name in (_name(peers.rank, peers.size), *([_MARKER] if peers.rank == 0 else [])):
+        with suppress(OSError):
+            (here / name).unlink(missing_ok=True)
+    tell(peers, "", _TAG, _SAVING)  # the folder is empty once all ranks have done so
+    with suppress(OSError):
+        here.rmdir()
 
 
 def _missing(here: Path, sizes: Sequence[int]) -> list[int]:
@@ -151,7 +188,8 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]:
     """Go on from a checkpoint, saved by as many ranks as there are now or by others. Returns ``extra``.
 
-    Every rank must call it. By another number of ranks ``extra`` is the first rank's.
+    Every rank must call it. By another number of ranks ``extra`` is the first rank's. If one rank cannot read or take
+    its part, all raise :class:`~gradwire.errors.CheckpointError`; a sharded optimizer stays as it was then.
 
     >>> import torch.distributed as dist
     >>> from gradwire import ShardedOptimizerBase
@@ -163,38 +201,69 @@ def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]
     >>> dist.destroy_process_group()
     """
     here, peers = Path(path), optimizer.peers
-    failure = ""
-    states: list[dict[str, Any]] = []
-    extra: dict[str, Any] = {}
+    return _go_on(lambda: _states(here, peers.rank, peers.size, optimizer), optimizer)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank is to load, and which file or folder it is of, for errors."""
+
+    where: Path
+    states: list[dict[str, Any]]
+    extra: dict[str, Any]
+
+
+def _go_on(find: Callable[[], _Found], optimizer: Checkpointed) -> dict[str, Any]:
+    """Find the states, and load them into the optimizer; a failure on one rank is raised on all."""
+    found = together(optimizer.peers, find, _TAG, _LOADING, CheckpointError)
+
+    failure: CheckpointError | None = None
     try:
-        states, extra = _states(here, peers.rank, peers.size, optimizer)
+        with _named(found.where):
+            optimizer.load_state_dict(found.states[0] if len(found.states) == 1 else found.states)
     except CheckpointError as error:
-        failure = str(error)
-    for rank, words in enumerate(tell(peers, failure, _TAG, "the loading of a checkpoint")):
-        if words:
-            raise CheckpointError(f"rank {rank}: {words}" if rank != peers.rank else failure)
-    optimizer.load_state_dict(states[0] if len(states) == 1 else states)
-    return extra
+        failure = error
+
+    def outcome() -> None:
+        if failure is not None:
+            raise failure
+
+    together(optimizer.peers, outcome, _TAG, _LOADING, CheckpointError)  # local optimizers connect anew as they load
+    return found.extra
 
 
-def _states(here: Path, rank: int, ranks: int, optimizer: Checkpointed) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+@contextmanager
+def _named(where: Path) -> Iterator[None]:
+    """Raise an error that names the file for anything that goes wrong with its content, which may be anything."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, GradwireError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{where} holds no state that can be loaded here: {kind}{error}"[:_WORDS]) from error
+
+
+def _states(here: Path, rank: int, ranks: int, optimizer: Checkpointed) -> _Found:
     """What this rank saved, if that is enough for it, or with what the first one did; or else what all did."""
-    marker = _marker(here)
-    saved = int(marker["ranks"])
+    files = _marker(here)
+    saved = len(files)
 
-    def read(each: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        tree = _read(here / _name(each, saved), *marker["files"][each])
-        return tree["optimizer"], tree["extra"]
+    def read(each: int) -> _Found:
+        path = here / _name(each, saved)
+        tree = _read(path, *files[each])
+        return _Found(path, [tree["optimizer"]], tree["extra"])
 
     if saved == ranks:
-        own, extra = read(rank)
-        if optimizer.fits(own):
-            return [own], extra
-        first, _ = read(0)
-        if rank and optimizer.fits(own, first):
-            return [first, own], extra
+        own = read(rank)
+        with _named(own.where):
+            if optimizer.fits(*own.states):
+                return own
+        first = read(0) if rank else own
+        with _named(own.where):
+            if rank and optimizer.fits(*own.states, *first.states):
+                return _Found(here, [*first.states, *own.states], own.extra)
     everyone = [read(each) for each in range(saved)]
-    return [state for state, _ in everyone], everyone[rank if saved == ranks else 0][1]
+    states = [state for each in everyone for state in each.states]
+    return _Found(here, states, everyone[rank if saved == ranks else 0].extra)
 
 
 def _name(rank: int, ranks: int) -> str:
@@ -205,23 +274,33 @@ def _complete(folder: Path) -> list[Path]:
     return sorted(each.parent for each in folder.glob(f"step-*/{_MARKER}"))
 
 
-def _marker(here: Path) -> dict[str, Any]:
+def _marker(here: Path) -> list[list[int]]:
+    """The checksum and the size of every rank's file."""
+    path = here / _MARKER
     try:
-        marker = json.loads((here / _MARKER).read_text())
+        marker = read_json(path, _MARKER_BYTES)
     except FileNotFoundError:
         inside = latest_checkpoint(here)
         hint = f" Do you mean {inside}?" if inside is not None else ""
         raise CheckpointError(f"{here} is not a complete checkpoint: it has no {_MARKER}.{hint}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{here} is not a checkpoint: its {_MARKER} cannot be read: {error}.") from error
-    if not isinstance(marker, dict) or marker.get("format") != 1 or len(marker.get("files", [])) != marker.get("ranks"):
-        raise CheckpointError(f"{here} is not a checkpoint of format 1.")
-    return marker
+    files = marker.get("files") if isinstance(marker, dict) and marker.get("format") == 1 else None
+    if not isinstance(files, list) or not files or len(files) != marker.get("ranks") or not all(map(_is_file, files)):
+        raise CheckpointError(f"{path} is not the marker of a checkpoint of format 1.")
+    return files
+
+
+def _is_file(told: Any) -> bool:
+    """Whether this is a checksum of 32 bits and a size."""
+    if not isinstance(told, list) or len(told) != 2:
+        return False
+    return all(type(each) is int and 0 <= each < most for each, most in zip(told, (1 << 32, 1 << 62), strict=True))
 
 
 def _read(path: Path, checksum: int, nbytes: int) -> dict[str, Any]:
     try:
-        data = path.read_bytes()
+        data = read_whole(path, nbytes)
     except OSError as error:
         raise CheckpointError(f"a file of the checkpoint cannot be read: {error}.") from error
     if len(data) != nbytes or crc32(data) != checksum:
@@ -232,7 +311,11 @@ def _read(path: Path, checksum: int, nbytes: int) -> dict[str, Any]:
         tree = from_bytes(data)
     except WireError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(tree, dict) or not {"optimizer", "extra"} <= set(tree):
+    return _checked(tree, path)
+
+
+def _checked(tree: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(tree, dict) or not all(isinstance(tree.get(name), dict) for name in ("optimizer", "extra")):
         raise CheckpointError(f"{path} is not of a checkpoint.")
     return tree
 
@@ -276,43 +359,52 @@ def load_distributed_checkpoint(
 
     Every rank must call it.
 
-    >>> load_distributed_checkpoint("/nowhere", None)
+    >>> import torch.distributed as dist
+    >>> from gradwire import ShardedOptimizerBase
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> optimizer = ShardedOptimizerBase(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+    >>> load_distributed_checkpoint("/nowhere", optimizer)
     Traceback (most recent call last):
     gradwire.errors.CheckpointError: /nowhere cannot be read: ...
+    >>> dist.destroy_process_group()
     """
+    return _go_on(lambda: _distributed_states(Path(path), optimizer, storage_reader), optimizer)
+
+
+def _distributed_states(here: Path, optimizer: Checkpointed, storage_reader: Any) -> _Found:
     dcp: Any = importlib.import_module(_DCP)  # which takes a while to import
 
-    reader = storage_reader or dcp.HuggingFaceStorageReader(str(path))
     try:
+        reader = storage_reader or dcp.HuggingFaceStorageReader(str(here))
         there = reader.read_metadata().state_dict_metadata
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    except Exception as error:  # a reader may raise anything
+        raise CheckpointError(f"{here} cannot be read: {type(error).__name__}: {error}."[:_WORDS]) from error
     found = sorted(name[: -len(_TEXT)] for name in there if name.endswith(_TEXT))
     ranks = len(found)
     if found != sorted(_prefix(rank, ranks) for rank in range(ranks)) or not ranks:
-        raise CheckpointError(f"{path} is not a checkpoint of all its ranks: it has {found}.")
+        raise CheckpointError(f"{here} is not a checkpoint of all its ranks: it has {found}.")
 
-    def read(rank: int) -> dict[str, Any]:
+    def read(rank: int) -> _Found:
         prefix = _prefix(rank, ranks)
-        into = {
-            name: torch.empty(about.size, dtype=about.properties.dtype)
-            for name, about in there.items()
-            if name.startswith((f"{prefix}/", f"{prefix}{_TEXT}"))
-        }
-        with warnings.catch_warnings():
+        with _named(here), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+            into = {
+                name: torch.empty(about.size, dtype=about.properties.dtype)
+                for name, about in there.items()
+                if name.startswith((f"{prefix}/", f"{prefix}{_TEXT}"))
+            }
             dcp.load(into, storage_reader=reader, no_dist=True)
-        text = into.pop(f"{prefix}{_TEXT}").numpy().tobytes().decode()
-        tree: dict[str, Any] = from_tensors({name[len(prefix) + 1 :]: tensor for name, tensor in into.items()}, text)
-        return tree
+            text = into.pop(f"{prefix}{_TEXT}").numpy().tobytes().decode()
+            tree = from_tensors({name[len(prefix) + 1 :]: tensor for name, tensor in into.items()}, text)
+        tree = _checked(tree, here)
+        return _Found(here, [tree["optimizer"]], tree["extra"])
 
     own = read(optimizer.peers.rank) if ranks == optimizer.peers.size else None
-    if own is not None and optimizer.fits(own["optimizer"]):
-        optimizer.load_state_dict(own["optimizer"])
-        return dict(own["extra"])
-    all_of_them = [read(rank) for rank in range(ranks)]
-    optimizer.load_state_dict([each["optimizer"] for each in all_of_them])
-    return dict((own or all_of_them[0])["extra"])
+    with _named(here):
+        if own is not None and optimizer.fits(*own.states):
+            return own
+    everyone = [read(rank) for rank in range(ranks)]
+    return _Found(here, [state for each in everyone for state in each.states], (own or everyone[0]).extra)
 
 
 def _prefix(rank: int, ranks: int) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
 import os
+import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["lock_folder", "read_toml", "sync_folder", "write_whole"]
+__all__ = ["lock_folder", "read_json", "read_toml", "read_whole", "write_whole"]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -39,8 +43,51 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return table
 
 
+def read_whole(path: Path, most: int) -> bytes:
+    """Read a regular file of at most ``most`` bytes; OSError for a larger one, and for a pipe, device or folder.
+
+    A pipe is refused before it is read: nothing may ever be written to it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     (Path(folder) / "file").write_bytes(b"all")
+    ...     read_whole(Path(folder) / "file", 3)
+    ...     read_whole(Path(folder), 3)
+    Traceback (most recent call last):
+    IsADirectoryError: [Errno 21] Is a directory: ...
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if found.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than the {most} allowed", str(path))
+        data = file.read(most + 1)
+    if len(data) > most:  # it has grown, or, as in /proc, is said to be empty
+        raise OSError(errno.EFBIG, f"it has more than the {most} bytes allowed", str(path))
+    return data
+
+
+def read_json(path: Path, most: int) -> Any:
+    """Read a file of at most ``most`` bytes of JSON; OSError if it cannot be read, ValueError if it is not JSON.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / "file").write_text("[" * 100_000)
+    ...     read_json(Path(folder) / "file", 1 << 20)
+    Traceback (most recent call last):
+    ValueError: it is nested too deeply
+    """
+    try:
+        return json.loads(read_whole(path, most))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that, whenever the power fails, there is all of it or what was there before.
+
+    When it cannot be written, nothing of it stays.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -49,12 +96,21 @@ def write_whole(path: Path, data: bytes) -> None:
     b'all'
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY)  # first: when no more files can be opened, nothing has changed
+    try:
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:  # a full disk must not keep half a file
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def lock_folder(folder: Path) -> int | None:
@@ -74,12 +130,3 @@ def lock_folder(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -32,7 +33,7 @@ from gradwire.collectives import (
     method,
 )
 from gradwire.collectives.base import STAGES, ring_bytes, where
-from gradwire.collectives.choose import flat_collective, is_elementwise
+from gradwire.collectives.choose import encoded_nbytes, flat_collective, is_elementwise, rows_and_columns
 from gradwire.collectives.low_rank import LowRank
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError, PeerError
@@ -42,11 +43,15 @@ from gradwire.wire import Key, TensorSpec
 __all__ = ["BucketTimes", "GradientReducer", "StepTimes", "Traffic"]
 
 SMALL: Final = 4096
-"""Tensors below this many elements, and vectors, travel together in float32: they cost a message, not bytes."""
+"""Matrices of a bucket with fewer elements than this in all, and vectors, travel in float32: they cost a message, not
+bytes."""
 
 FEW: Final = 1 << 16
 """Small elements of all ranks up to which they are gathered sooner than summed in two rounds."""
 
+
+_OF_OTHERS: Final = codec("int8")
+"""For matrices that low rank does not make smaller."""
 
 _PATIENCE_S: Final = 2.0
 """When a reducer is closed, for what is under way, it may be to a rank that is gone."""
@@ -145,6 +150,13 @@ class _Step:
         return bool(self.results) and all(future.exception() is None for future in self.results)
 
 
+@dataclass
+class _Moment:
+    """When something was done last."""
+
+    at: float = 0.0
+
+
 class _Countdown:
     """Completes a future when so many parts are done, after a last action, or with an error.
 
@@ -162,11 +174,15 @@ class _Countdown:
                 self.errors[place] = error
             if self.parts:
                 return  # also after an error: others still write to the gradients
+            if not self.errors:
+                try:
+                    self.action()
+                except BaseException as why:
+                    self.errors[place] = why
             if self.errors:
                 self.done.set_exception(self.errors[min(self.errors)])
-                return
-            self.action()
-            self.done.set_result(None)
+            else:
+                self.done.set_result(None)
 
 
 class GradientReducer:
@@ -199,7 +215,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         what: str | Method,
         peers: Peers,
         *,
@@ -236,7 +252,7 @@ class GradientReducer:
         self._carry: dict[str, Tensor] = {}  # what methods before had kept back, for the next gradients
         self._known: dict[tuple[str, ...], tuple[str, int]] = {}  # of buckets
         self._end_of_step = math.nan
-        self._all_reduced_at = 0.0  # the last one that needed no pipeline
+        self._all_reduced = _Moment()  # the last one that needed no pipeline
         self._times: StepTimes | None = None  # of the last step
         self.between: Callable[[int, StepTimes | None], None] | None = None
         self.on_step: list[Callable[[int, StepTimes | None], None]] = []
@@ -271,12 +287,25 @@ class GradientReducer:
             self._take_step()
             self._tell()
 
+    def unhook(self) -> None:
+        """Call nothing more: without the listeners, which know the reducer, both are freed as soon as unused."""
+        self.between = None
+        for listeners in (self.on_step, self.on_gradient, self.onlookers):
+            listeners.clear()
+
     def close(self) -> None:
-        """End the threads, and the connections to other ranks if nothing is under way."""
+        """End the threads, and the connections to other ranks if nothing is under way.
+
+        What is kept from step to step stays until the reducer goes; of parameters and gradients only the sizes do.
+        """
         self._pipeline.close()
         wait(self._now.results, timeout=_PATIENCE_S)  # for those that the pipeline only follows
-        if isinstance(self.peers, ProcessPeers) and all(future.done() for future in self._now.results):
+        if not all(future.done() for future in self._now.results):
+            return
+        if isinstance(self.peers, ProcessPeers):
             self.peers.close()
+        self.settle()
+        self.parameters = {name: nn.Parameter(p.detach().to("meta")) for name, p in self.parameters.items()}
 
     # A whole model at once.
 
@@ -305,7 +334,44 @@ class GradientReducer:
         Every rank starts the same buckets in the same order. ``last`` ends the step: vectors and small tensors of all
         buckets travel then, so no bucket that has any is done before. ``flat`` is the memory of the gradients, if they
         lie end to end: it saves copies, and where all of it is reduced as it is nobody asks for the gradients.
+
+        After an error that only this rank knows of, here or in the future, the other ranks are told that it failed.
         """
+        try:
+            done = self._start(names, gradients, last, flat)
+        except BaseException as error:
+            self.give_up(error)
+            waiting, self._now.waiting, self._now.small = self._now.waiting, [], {}
+            for countdown in waiting:  # for small tensors, which may never be sent now
+                countdown(len(self._now.results), error)
+            raise
+        weak = weakref.ref(self)  # futures must not know the reducer, which knows them
+
+        def finished(future: Future[None]) -> None:
+            if (reducer := weak()) is not None:
+                reducer.give_up(future.exception())
+
+        done.add_done_callback(finished)
+        return done
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Reduce nothing more after an error that the other ranks cannot know of, and tell them."""
+        if error is None or isinstance(error, NonFiniteError | PeerError):  # which all ranks have
+            return
+        failed = Future[Reduced]()
+        failed.set_exception(error)
+        self._now.results.append(failed)  # no state of this step counts
+        self._pipeline.fail(error)
+        if isinstance(self.peers, ProcessPeers):
+            self.peers.give_up(error)
+
+    def _start(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
+        last: bool,
+        flat: Tensor | None,
+    ) -> Future[None]:
         if not self._open:
             self._begin_step()
         self._open = not last
@@ -379,6 +445,7 @@ class GradientReducer:
     ) -> None:
         """Start to reduce a section. Its means end in the gradients; with ``flat``, their memory, without a copy."""
         key, tag, place = Key(self.seed, self._step, section.number), self.next_tags(), len(now.results)
+        propagates = self.nonfinite == "propagate"  # futures must not know the reducer, which knows them
         computed = _computed(gradients[0].device)
         can = flat is not None and flat.dtype == torch.float32
         in_place = (
@@ -399,31 +466,34 @@ class GradientReducer:
 
         def arrived(future: Future[Reduced]) -> None:
             error = future.exception()
-            if error is None:
-                section.next_state = future.result().state
-                if in_place is None:
-                    for piece, gradient in zip(
-                        torch.split(future.result().mean.view(-1), section.sizes), gradients, strict=True
-                    ):
-                        gradient.copy_(piece.view(gradient.shape))
-            elif isinstance(error, NonFiniteError) and self.nonfinite == "propagate":
-                for gradient in gradients:
-                    gradient.fill_(torch.nan)
-                error = None
+            try:
+                if error is None:
+                    section.next_state = future.result().state
+                    if in_place is None:
+                        for piece, gradient in zip(
+                            torch.split(future.result().mean.view(-1), section.sizes), gradients, strict=True
+                        ):
+                            gradient.copy_(piece.view(gradient.shape))
+                elif isinstance(error, NonFiniteError) and propagates:
+                    for gradient in gradients:
+                        gradient.fill_(torch.nan)
+                    error = None
+            except BaseException as why:  # or the countdown would never end
+                error = why
             for countdown in then:
                 countdown(place, error)
 
         now.sections.append(section)
         now.traces.append(trace := Trace())
         now.of_bucket.append(len(now.buckets) - 1)
-        future = self._all_reduced(section, in_place, key, tag, trace)
+        future = self._all_reduce(section, in_place, key, tag, trace)
         if future is None:
             dense = isinstance(section.collective, Dense)
             future = self._pipeline.submit(reduction(), here=dense, trace=trace)
         now.results.append(future)
         future.add_done_callback(arrived)
 
-    def _all_reduced(
+    def _all_reduce(
         self, section: _Section, flat: Tensor | None, key: Key, tag: int, trace: Trace
     ) -> Future[Reduced] | None:
         """Started where none of our threads has to wait for it; None if that cannot be."""
@@ -431,10 +501,11 @@ class GradientReducer:
         if flat is None or not isinstance(collective, Dense):
             return None
         began = sent = time.perf_counter()
+        last = self._all_reduced
 
         def arrived(future: Future[Reduced]) -> None:
             now = time.perf_counter()
-            trace.wire_s, self._all_reduced_at = now - max(sent, self._all_reduced_at), now
+            trace.wire_s, last.at = now - max(sent, last.at), now
             if isinstance(error := future.exception(), NonFiniteError | PeerError):
                 section.name_in(error)
 
@@ -504,6 +575,7 @@ class GradientReducer:
             self.between(self._step, times)
 
     def _begin_step(self) -> None:
+        self._pipeline.check()
         self._take_step()
         self._rescale()
         self._tell()
@@ -564,8 +636,7 @@ class GradientReducer:
     def _known_of(self, names: tuple[str, ...]) -> tuple[str, int]:
         """How the large tensors of a bucket travel, and its bytes if it were dense; remembered until that changes."""
         if names not in self._known:
-            large = [name for name in names if is_large(self.parameters[name])]
-            label = ", ".join(dict.fromkeys(str(self._methods[n]) for n in large)) or "float32"
+            label = ", ".join(str(how) for how, _ in encoded(names, self.parameters, self._methods)) or "float32"
             numel = sum(self.parameters[name].numel() for name in names)
             self._known[names] = label, ring_bytes(numel, self.peers.size)
         return self._known[names]
@@ -587,6 +658,25 @@ class GradientReducer:
     def methods(self) -> dict[str, str]:
         """How each parameter travels, unless it is so small that it goes with others in float32."""
         return {name: str(how) for name, how in self._methods.items()}
+
+    @property
+    def composition(self) -> str:
+        """How many bytes of a step travel in what, as a rank encodes them: in words, and as if all were one bucket."""
+        groups = encoded(self.parameters, self.parameters, self._methods)
+        if all(isinstance(how, AllReduce) for how in self._methods.values()):
+            groups = [(AllReduce(), list(self.parameters))]
+        rest = set(self.parameters).difference(*(names for _, names in groups))
+        rows: list[tuple[str, Method, Collection[str]]] = []
+        for how, names in groups:
+            thin, others = _thin(how, names, self.parameters) if isinstance(how, PowerSGD) else (names, [])
+            rows += [(str(how), how, thin), (str(_OF_OTHERS), _OF_OTHERS, others)]
+        rows.append(("float32 (vectors and small matrices)", AllReduce(), rest))
+        every, words = sum(each.numel() for each in self.parameters.values()), list[str]()
+        for label, how, some in rows:
+            shapes = [tuple(self.parameters[name].shape) for name in some]
+            if numel := sum(map(math.prod, shapes)):
+                words.append(f"{label}: {encoded_nbytes(how, shapes):,} bytes, {numel / every:.0%} of the elements")
+        return "; ".join(words)
 
     def travels_as(self, name: str) -> str:
         """How a parameter travels, by its method alone."""
@@ -621,7 +711,11 @@ class GradientReducer:
             changed |= set(names)
             for section in self._plans.pop(names):
                 self._states |= section.states()
-        for name in sorted(changed & self._states.keys()):
+        self._carry_on(sorted(changed & self._states.keys()))
+
+    def _carry_on(self, names: Iterable[str]) -> None:
+        """Add what was kept back of some parameters to their next gradients."""
+        for name in names:
             owed = _owed(self._states.pop(name), self.parameters[name].numel(), self.peers.size)
             self._carry[name] = owed + self._carry[name] if name in self._carry else owed
 
@@ -638,6 +732,7 @@ class GradientReducer:
                 for section in self._plans.pop(old):
                     self._states |= section.states()
             self._plans[names] = self._sections(list(names))
+            self._carry_on(name for name in names if name in self._states)  # which travels in float32 from now on
         return self._plans[names]
 
     def _small(self, names: tuple[str, ...]) -> _Section:
@@ -650,12 +745,9 @@ class GradientReducer:
         """The section of the bucket's own memory first, if there is one."""
         if all(isinstance(self._methods[n], AllReduce) for n in names):
             return [self._section(names, Dense(self.peers))]
-        groups: dict[str, list[str]] = {}
-        for name in (n for n in names if is_large(self.parameters[n])):
-            groups.setdefault(str(self._methods[name]), []).append(name)
         sections: list[_Section] = []
-        for large in groups.values():
-            sections += self._sections_of(self._methods[large[0]], large if sections else names, large)
+        for how, large in encoded(names, self.parameters, self._methods):
+            sections += self._sections_of(how, large if sections else names, large)
         return sections
 
     def _sections_of(self, how: Method, names: list[str], large: list[str]) -> list[_Section]:
@@ -677,9 +769,8 @@ class GradientReducer:
     def _low_rank_sections(self, how: PowerSGD, names: list[str], large: list[str]) -> list[_Section]:
         sizes = [self.parameters[n].numel() for n in names]
         starts = dict(zip(names, accumulate(sizes, initial=0), strict=False))
-        shapes = {n: (len(self.parameters[n]), self.parameters[n].numel() // len(self.parameters[n])) for n in large}
-        thin = [n for n in large if how.pays(*shapes[n])]
-        others = [n for n in large if n not in thin]
+        shapes = {n: rows_and_columns(self.parameters[n].shape) for n in large}
+        thin, others = _thin(how, large, self.parameters)
         sections = []
         if thin:
             collective = LowRank(
@@ -695,7 +786,7 @@ class GradientReducer:
             sections.append(self._section(names, collective, elsewhere=set(names) - set(thin)))
         if others:
             elsewhere = set(names) - set(others) if not thin else set()
-            collective_of_others = flat_collective(self.peers, codec("int8"), self.hosts)
+            collective_of_others = flat_collective(self.peers, _OF_OTHERS, self.hosts)
             sections.append(self._section(others, collective_of_others, elsewhere=elsewhere))
         return sections
 
@@ -716,12 +807,12 @@ class GradientReducer:
         device = self.parameters[names[0]].device if isinstance(collective, Gather) else torch.device("cpu")
         known = {name: self._states.pop(name) for name in names if name in self._states and name not in elsewhere}
         missing = [name for name in names if name not in known and name not in elsewhere]
-        if known and missing:
+        if known and any(is_large(self.parameters[name]) for name in missing):  # small ones may have been in float32
             raise ConfigError(
                 f"the states of the parameters {missing} are missing; those of {sorted(known)} are there."
             )
         if known:
-            # Zeros travel for tensors that are elsewhere, so that is what remains of them.
+            # Zeros travel for tensors that are elsewhere, so that is what remains of them; of float32 nothing does.
             states = [known.get(name) or _nothing_left(size, device) for name, size in zip(names, sizes, strict=True)]
             state = collective.from_tensors(states, sizes)
         else:
@@ -855,13 +946,59 @@ def _scaled(state: State, factor: float) -> State:
     }
 
 
+def encoded(
+    names: Iterable[str], parameters: Mapping[str, Tensor], methods: Mapping[str, Method]
+) -> list[tuple[Method, list[str]]]:
+    """Return the methods of a bucket, and what travels by each; the rest travels in float32, with that of all buckets.
+
+    >>> adapters = {"down": torch.empty(8, 256), "up": torch.empty(256, 8), "bias": torch.empty(256)}
+    >>> [(str(how), names) for how, names in encoded(adapters, adapters, dict.fromkeys(adapters, method("int4")))]
+    [('int4', ['down', 'up'])]
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if is_large(parameters[name]) or _is_matrix(parameters[name]):
+            groups.setdefault(str(methods[name]), []).append(name)
+    found = [(how := methods[group[0]], worth_encoding(group, parameters, how)) for group in groups.values()]
+    return [(how, group) for how, group in found if group]
+
+
+def worth_encoding(names: Collection[str], parameters: Mapping[str, Tensor], how: Method | None = None) -> list[str]:
+    """Return the parameters of a bucket that are worth a codec: matrices, however small where they travel as one.
+
+    They do unless the method is one of whole matrices, to which each is a message: these must be large.
+
+    >>> layers = {"first": torch.empty(64, 64), "last": torch.empty(10, 64), "norm": torch.empty(1, 8192)}
+    >>> worth_encoding(layers, layers), worth_encoding(layers, layers, method("powersgd:4"))
+    (['first', 'last', 'norm'], ['first', 'norm'])
+    """
+    large = [name for name in names if is_large(parameters[name])]
+    if how is not None and not (isinstance(how, AllReduce) or (not isinstance(how, PowerSGD) and is_elementwise(how))):
+        return large
+    matrices = [name for name in names if name in large or _is_matrix(parameters[name])]
+    return matrices if sum(parameters[name].numel() for name in matrices) >= SMALL else []
+
+
+def _thin(how: PowerSGD, names: Iterable[str], parameters: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Return the matrices that low rank makes smaller, and the others."""
+    thin, others = list[str](), list[str]()
+    for name in names:
+        (thin if how.pays(*rows_and_columns(parameters[name].shape)) else others).append(name)
+    return thin, others
+
+
 def is_large(parameter: Tensor) -> bool:
-    """Whether a parameter is worth a codec; the rest travels together in float32.
+    """Whether a parameter is worth a codec by itself.
 
     >>> is_large(torch.empty(256, 256)), is_large(torch.empty(65536)), is_large(torch.empty(8, 8))
     (True, False, False)
     """
     return parameter.dim() > 1 and parameter.numel() >= SMALL
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    """Whether it has several rows and columns: a vector, of whatever shape, may need all of its bits."""
+    return sum(size > 1 for size in parameter.shape) > 1
 
 
 def _owed(state: State, size: int, ranks: int) -> Tensor:

@@ -6,7 +6,10 @@ Tensors are in a safetensors file, the rest is JSON in its header.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from io import BufferedReader
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,10 +19,22 @@ from torch import Tensor
 
 from gradwire.errors import WireError
 
-__all__ = ["equal", "from_bytes", "from_tensors", "to_bytes", "to_tensors"]
+__all__ = ["equal", "from_bytes", "from_file", "from_tensors", "to_bytes", "to_tensors"]
 
 _KEY: Final = "gradwire"
 _TENSOR: Final = "tensor:"
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def to_tensors(tree: Any) -> tuple[dict[str, Tensor], str]:
@@ -73,8 +88,11 @@ def from_tensors(tensors: Mapping[str, Tensor], text: str) -> Any:
         return node
 
     try:
-        return walk(json.loads(text))
-    except (json.JSONDecodeError, RecursionError) as error:
+        described = json.loads(text)
+        return walk(described)
+    except WireError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise WireError(f"the description of a state is not JSON: {error}.") from error
 
 
@@ -102,9 +120,37 @@ def from_bytes(data: bytes) -> Any:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         text = header["__metadata__"][_KEY]
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WireError(f"not a saved state: {len(data)} bytes are no safetensors file.") from error
     return from_tensors(tensors, text)
+
+
+def from_file(path: str | Path) -> Any:
+    """The tree of a file that has what :func:`to_bytes` returned, read without a second copy of its tensors.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / "state").write_bytes(to_bytes({"step": 3, "momentum": torch.ones(2)}))
+    ...     from_file(Path(folder) / "state")
+    {'step': 3, 'momentum': tensor([1., 1.])}
+    """
+    with Path(path).open("rb") as file:
+        try:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            text = header.pop("__metadata__")[_KEY]
+            in_order = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
+            tensors = {name: _read_tensor(file, **about) for name, about in in_order}
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+            raise WireError(f"not a saved state: {path} is no safetensors file.") from error
+    return from_tensors(tensors, text)
+
+
+def _read_tensor(file: BufferedReader, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
+    """The next tensor of a file."""
+    data = torch.empty(data_offsets[1] - data_offsets[0], dtype=torch.uint8)
+    if math.prod(shape) * _DTYPES[dtype].itemsize != len(data) or file.readinto(data.numpy().data) < len(data):
+        raise ValueError("the file ends early, or its header does not fit")
+    return data.view(_DTYPES[dtype]).view(shape)
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -271,7 +271,7 @@ def test_a_worker_cannot_read_as_another(guarded, secrets):
             else:
                 with pytest.raises(AccessError, match="'both' may not push as 'pusher'"):
                     client.read()
-    assert len(guarded._host.copies) == 1
+    assert len(guarded._host.readers.copies) == 1
 
 
 # TLS.
@@ -569,7 +569,7 @@ def test_pushes_beyond_the_queue_are_refused_until_there_is_room():
         held[1].call.cancel()
         held[0].end()
         until(lambda: server._host.queued == 0)
-        assert set(refusals(server)) == {"FULL"}
+        assert set(refusals(server)) == {"FULL", "INCOMPLETE"}  # the second was cancelled in the middle
 
 
 def test_there_can_be_too_many_workers():
@@ -609,7 +609,7 @@ def test_there_can_be_too_many_readers_of_compressed_parameters():
     with served(limits=Limits(workers=10)) as server, channel_to(server) as channel:
         for number in range(30):
             unary(channel, "Pull", request(reader=f"r{number}", codec="int4").SerializeToString())
-        assert len(server._host.copies) <= 10
+        assert len(server._host.readers.copies) <= 10
 
 
 # Slow ones.
@@ -628,13 +628,24 @@ def test_a_push_whose_rest_does_not_come_is_ended_while_others_are_served():
             for _ in range(20):
                 client.add_gradients(ONES)
         assert time.monotonic() - begin < 5
-        assert [list(stream.call) for stream in slow] == [[]] * 8
+        assert [[refusal(reply) for reply in stream.call] for stream in slow] == [["INCOMPLETE"]] * 8
         assert 0.4 < time.monotonic() - begin < 5
-        assert refusals(server) == {"SLOW": 8}
+        assert refusals(server) == {"INCOMPLETE": 8}
         assert server._host.queued == 0
         assert server._host.store.read()[0] == 20
         for stream in slow:
             stream.end()
+
+
+def test_a_push_that_is_cut_off_is_answered():
+    with served() as server, channel_to(server) as channel:
+        whole = push_of(encoded(ONES))
+        assert answers(channel, announcing(1000)) == ["INCOMPLETE"]
+        assert answers(channel, whole, announcing(1000, worker="other"), part(None, bytes(999))) == [
+            "NONE",
+            "INCOMPLETE",
+        ]
+        assert server._host.store.read()[0] == 1
 
 
 def test_a_stream_between_two_pushes_may_take_its_time():
@@ -665,7 +676,7 @@ def test_parameters_whose_rest_does_not_come_are_ended_and_their_sender_is_told(
 
 @pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + bytes(100)])
 def test_a_connection_that_says_nothing_or_nonsense_is_closed(sent):
-    with served(limits=Limits(push_s=0.5)) as server:
+    with served(limits=Limits(call_s=0.5)) as server:
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=5) as connection:
             connection.sendall(sent)
@@ -1007,7 +1018,7 @@ class Attacker(threading.Thread):
         super().__init__(daemon=True)
         self.channel, self.count, self.garbage = channel, count, Garbage(seed, f"attacker-{seed}")
         self.reasons, self.applied, self.repeated = Counter(), [], 0
-        self.malformed = self.unfinished = self.streams = self.sent = 0
+        self.malformed = self.streams = self.sent = 0
         self.wrong = []
         self._stream = None
 
@@ -1049,7 +1060,8 @@ class Attacker(threading.Thread):
         stream = self._new()
         stream.send(*sent)
         replies = stream.end()
-        self.unfinished += not replies
+        if not replies:
+            self.wrong.append(f"no answer to {sent}")
         return replies
 
     def _account(self, sent, replies):
@@ -1117,11 +1129,11 @@ def test_any_garbage_is_refused_and_counted_and_the_model_is_what_was_acknowledg
         print(
             f"\n{sum(attacker.sent for attacker in attackers)} payloads on {sum(a.streams for a in attackers)} streams "
             f"in {time.monotonic() - begin:.1f} s: {len(pushes)} applied, {counts['repeated']} repeated, "
-            f"{dict(reasons)} refused, {malformed} of them no message at all, "
-            f"{sum(attacker.unfinished for attacker in attackers)} left unfinished; memory grew by {grown / 1e6:.1f} MB"
+            f"{dict(reasons)} refused, {malformed} of them no message at all; "
+            f"memory grew by {grown / 1e6:.1f} MB"
         )
         assert counted == reasons
-        assert set(reasons) == {"INVALID", "TOO_LARGE", "NONFINITE", "SUPERSEDED"}
+        assert set(reasons) == {"INVALID", "TOO_LARGE", "NONFINITE", "SUPERSEDED", "INCOMPLETE"}
         assert counts["applied"] == len(pushes) > PAYLOADS / 20
         assert counts["repeated"] == sum(attacker.repeated for attacker in attackers)
         assert sum(reasons.values()) > PAYLOADS / 4

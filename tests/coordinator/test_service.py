@@ -216,7 +216,7 @@ def test_compressed_parameters_do_not_drift(weights):
             exact = writer.read()[1]
             errors.append((found["w"] - exact["w"]).abs().max().item())
         assert max(errors[-10:]) <= 2 * max(errors[:10]) + 1e-6
-        kept = server._host.copies._copies[reader.worker].values
+        kept = server._host.readers.copies._copies[reader.worker].values
         assert all(torch.equal(found[name], kept[name]) for name in kept)
         for _ in range(60):  # the parameters rest: what was lost arrives
             _, found = seldom.read()
@@ -554,7 +554,7 @@ def test_the_settings_of_the_documentation(tmp_path):
         known = getattr(settings, section)
         if dataclasses.is_dataclass(known):
             assert set(given) == {field.name for field in dataclasses.fields(known)} - {"strength"}
-    assert settings.limits == dataclasses.replace(Limits(), pushes_per_s=100.0)
+    assert settings.limits == dataclasses.replace(Limits(), pushes_per_s=100.0, reader_mb=1024.0)
 
 
 def test_settings_of_a_file(tmp_path):

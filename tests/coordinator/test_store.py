@@ -3,12 +3,15 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,14 @@ import torch
 
 import gradwire
 from gradwire import ConfigError, JournalError, StaleGradientError, Staleness
-from gradwire.coordinator.journal import repair
+from gradwire.coordinator.journal import Records, repair
 from gradwire.coordinator.push import Push
 from gradwire.coordinator.rules import Model
 from gradwire.coordinator.store import Store
+from gradwire.tree import from_file, to_bytes
 
+JOURNAL_MB = int(os.environ.get("GRADWIRE_JOURNAL_MB", "192"))  # of a restart
+ROOT = Path(__file__).parent.parent.parent
 START = {"w": torch.linspace(-1, 1, 50).view(5, 10), "b": torch.zeros(10)}
 
 
@@ -186,6 +192,339 @@ def test_a_journal_that_is_missing_is_told(tmp_path):
     (tmp_path / "journal-0000000001").touch()
     with Store(tmp_path, plain) as store:
         assert store.read()[0] == 1
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def short_names(folder):
+    """Without the checksums of snapshots."""
+    return [name[:19] for name in names(folder)]
+
+
+def test_the_snapshot_of_one_model_and_the_journal_of_another_are_refused(tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        with Store(tmp_path / name, plain, {"w": torch.full((5, 10), value), "b": torch.zeros(10)}) as store:
+            store.push(push("a", 1))
+    shutil.copy(tmp_path / "b" / "journal-0000000000", tmp_path / "a" / "journal-0000000000")
+    with pytest.raises(
+        JournalError, match=r"journal-0000000000 does not belong to .*/a/snapshot-0000000000-.*other id"
+    ):
+        Store(tmp_path / "a", plain)
+
+
+def test_a_journal_of_the_model_that_took_the_place_of_another_is_refused(tmp_path):
+    """Also in one folder, where the numbers fit: files of a backup, and files of today."""
+    with Store(tmp_path / "today", plain, START) as store:
+        store.push(push("a", 1))
+        shutil.copytree(tmp_path / "today", tmp_path / "backup")
+        store.replace({name: torch.ones_like(tensor) for name, tensor in START.items()})
+        store.push(push("a", 2))
+    (old,) = (tmp_path / "backup").glob("snapshot-0000000000-*")
+    new = tmp_path / "today" / "journal-0000000001"
+    (tmp_path / "numbered").mkdir()
+    shutil.copy(old, tmp_path / "numbered" / old.name.replace("0000000000", "0000000001"))
+    shutil.copy(new, tmp_path / "numbered")
+    with pytest.raises(JournalError, match=r"journal-0000000001 does not belong to .*snapshot-0000000001"):
+        Store(tmp_path / "numbered", plain)
+    shutil.copy(new, tmp_path / "backup")
+    with pytest.raises(JournalError, match=r"journal-0000000001 does not belong to .*journal-0000000000"):
+        Store(tmp_path / "backup", plain)
+
+
+def test_parameters_whose_snapshot_was_never_finished_were_never_set(tmp_path):
+    folder, before = tmp_path / "store", tmp_path / "before"
+    with Store(folder, plain, START) as store:
+        store.push(push("a", 1))
+        expected = store.read()
+        shutil.copytree(folder, before)
+        store.replace({name: torch.ones_like(tensor) for name, tensor in START.items()})
+        shutil.copy(folder / "journal-0000000001", before)
+    with Store(before, plain) as store:
+        same(store.read(), expected)
+        store.push(push("a", 2))
+    with Store(before, plain) as store:
+        assert store.read()[0] == store.replayed == 2
+
+
+def test_at_every_step_of_a_change_the_folder_has_the_model_before_or_after_it(tmp_path, monkeypatch):
+    """Copies of the folder, before and after each thing that is done to its files, are stores."""
+    folder, copies, states = tmp_path / "store", [], []
+
+    def copy():
+        copies.append((len(states), tmp_path / f"copy-{len(copies)}"))
+        shutil.copytree(folder, copies[-1][1])
+
+    def copying(owner, name):
+        original = getattr(owner, name)
+
+        def call(*arguments, **named):
+            copy()
+            result = original(*arguments, **named)
+            copy()
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    def state(store):
+        return store.mode, store.there().waiting, store.read()
+
+    ones = {name: torch.ones_like(tensor) for name, tensor in START.items()}
+    with Store(folder, averaging, START) as store:
+        for number in range(1, 5):
+            store.push(push("a", number))
+        states.append(state(store))
+        for owner, name in ((os, "writev"), (os, "fsync"), (Path, "replace"), (Path, "unlink")):
+            copying(owner, name)
+        for change in (
+            store.snapshot,
+            lambda: store.push(push("a", 5)),
+            lambda: store.set_mode("ascent"),
+            lambda: store.replace(ones),
+            lambda: store.push(push("a", 6)),
+            store.clear,
+            lambda: store.push(push("a", 7)),
+            store.snapshot,
+        ):
+            change()
+            states.append(state(store))
+    monkeypatch.undo()
+    assert {number for number, _ in copies} >= set(range(1, 9))
+    for number, path in copies:
+        with Store(path, averaging) as found:
+            mode, waiting, read = state(found)
+        near = [each for each in states[number - 1 : number + 1] if each[:2] == (mode, waiting)]
+        assert any(each[2][0] == read[0] and torch.equal(each[2][1]["w"], read[1]["w"]) for each in near)
+
+
+def as_an_earlier_version_wrote_it(folder):
+    """Snapshots without an identity, and journals of another format."""
+    for path in folder.glob("snapshot-*"):
+        state = from_file(path)
+        del state["identity"]
+        data = to_bytes(state)
+        path.unlink()
+        (folder / f"{path.name[:19]}-{zlib.crc32(data):08x}.safetensors").write_bytes(data)
+    for path in folder.glob("journal-*"):
+        records = [bytes(record) for record in Records(path)]
+        frames = [struct.pack("<II", len(record), zlib.crc32(record)) + record for record in records]
+        path.write_bytes(b"".join([b"GWJRNL01", *frames]))
+
+
+def test_a_folder_of_an_earlier_version_is_taken_over(tmp_path):
+    with Store(tmp_path / "now", adam, START) as store:
+        for number in range(1, 6):
+            store.push(push("a", number))
+        expected = store.read()
+    shutil.copytree(tmp_path / "now", tmp_path / "then")
+    as_an_earlier_version_wrote_it(tmp_path / "then")
+    with Store(tmp_path / "then", adam) as store:
+        same(store.read(), expected)
+        assert store.replayed == 5
+        store.push(push("a", 6))
+        expected = store.read()
+    assert short_names(tmp_path / "then") == ["journal-0000000001", "lock", "snapshot-0000000001"]
+    with Store(tmp_path / "then", adam) as store:
+        same(store.read(), expected)
+        assert store.replayed == 1
+
+
+def test_leftovers_of_a_process_that_was_killed_are_removed(tmp_path):
+    folder, before = tmp_path / "store", tmp_path / "before"
+    with Store(folder, plain, START) as store:
+        store.push(push("a", 1))
+        shutil.copytree(folder, before)
+        store.snapshot()
+        store.push(push("a", 2))
+    shutil.copytree(before, folder, dirs_exist_ok=True)  # what the snapshot has made superfluous
+    for leftover in (".snapshot-0000000002-0a1b2c3d.safetensors.123", ".journal-0000000003.77"):
+        (folder / leftover).write_bytes(b"half of it")
+    (folder / "notes.txt").touch()
+    with Store(folder, plain) as store:
+        assert (store.read()[0], store.replayed) == (2, 1)
+    assert short_names(folder) == ["journal-0000000001", "lock", "notes.txt", "snapshot-0000000001"]
+
+
+def test_a_snapshot_is_due_by_bytes_too(tmp_path):
+    size = len(push("a", 1, "none").to_bytes())
+    with Store(tmp_path, plain, START, snapshot_mb=3.5 * size / 1e6) as store:
+        for number in range(1, 5):
+            assert "journal-0000000000" in names(tmp_path)
+            store.push(push("a", number, "none"))
+        assert "journal-0000000000" not in names(tmp_path)
+    with Store(tmp_path / "large", plain, {"w": torch.zeros(20_000_000)}) as store:
+        assert store._most_bytes == 4 * 80_000_000
+    with Store(tmp_path / "small", plain, START) as store:
+        assert store._most_bytes == 256_000_000
+    with pytest.raises(ConfigError, match="`snapshot_mb` must be above 0; got 0"):
+        Store(tmp_path / "none", plain, START, snapshot_mb=0)
+
+
+def test_a_journal_goes_on_when_no_other_can_be_opened(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Store(tmp_path, plain, START) as store:
+        store.push(push("a", 1))
+        before = names(tmp_path)
+        with open(os.devnull) as lowest:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno(), limits[1]))
+        try:
+            with pytest.raises(JournalError, match=r"journal-0000000001 cannot be begun: .*Too many open files"):
+                store.snapshot()
+            assert store.push(push("a", 2)) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert names(tmp_path) == before
+        store.snapshot()
+        assert store.push(push("a", 3)) == 3
+        expected = store.read()
+    with Store(tmp_path, plain) as store:
+        same(store.read(), expected)
+        assert store.replayed == 1
+
+
+def test_a_full_disk_loses_nothing_and_leaves_nothing(small_disk):
+    start, folder = {"w": torch.zeros(100_000), "b": torch.zeros(10)}, small_disk.folder / "store"
+    gradients = {"w": gradwire.encode(torch.ones(100_000), "none")}
+    with Store(folder, averaging, start) as store:
+        for number in range(1, 6):
+            store.push(Push("a", number, gradients))
+        before = names(folder)
+        small_disk.fill()
+        for attempt in (store.snapshot, lambda: store.replace(start), store.clear, lambda: store.set_mode("ascent")):
+            with pytest.raises(JournalError, match="No space left on device"):
+                attempt()
+            assert store.mode == "descent"
+            assert names(folder) == before
+        with pytest.raises(JournalError, match=r"cannot be written: .*No space left on device"):
+            store.push(Push("a", 6, gradients))
+        assert store.trouble
+        assert not store.snapshot_due
+        small_disk.empty()
+        store.probe()
+        assert not store.trouble
+        assert store.read()[0] == 1
+        assert store.push(Push("a", 6, gradients)) == 2  # of the average that was not cleared
+        expected = store.read()
+    with Store(folder, averaging) as store:
+        same(store.read(), expected)
+        store.snapshot()
+    assert short_names(folder) == ["journal-0000000001", "lock", "snapshot-0000000001"]
+
+
+def test_a_snapshot_that_failed_is_tried_again_later_and_counts_what_was_before(tmp_path, monkeypatch):
+    with Store(tmp_path, plain, START, snapshot_every=3) as store:
+        for number in range(1, 3):
+            store.push(push("a", number))
+
+        def full(self, number, identity, state):
+            raise JournalError("the model cannot be saved: No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "_save", full)
+            with pytest.raises(JournalError, match="the model cannot be saved"):
+                store.push(push("a", 3))
+            for _ in range(2):  # without one more journal each time
+                with pytest.raises(JournalError, match="the model cannot be saved"):
+                    store.snapshot()
+            assert short_names(tmp_path)[:2] == ["journal-0000000000", "journal-0000000001"]
+            assert store.push(push("a", 4)) == 4
+            assert not store.snapshot_due  # for a minute
+        store._not_before = 0.0
+        assert store.snapshot_due
+        store.push(push("a", 5))
+        assert not store.snapshot_due
+        assert short_names(tmp_path) == ["journal-0000000002", "lock", "snapshot-0000000002"]
+        expected = store.read()
+    with Store(tmp_path, plain) as store:
+        same(store.read(), expected)
+
+
+def test_a_model_that_may_have_been_saved_or_not_ends_the_journal(tmp_path, monkeypatch):
+    """Its name may not be on the disk, and it is there: a restart may find it or not."""
+    store = Store(tmp_path, plain, START)
+    store.push(push("a", 1))
+
+    def torn(path, data):
+        path.write_bytes(data)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("gradwire.coordinator.store.write_whole", torn)
+    with pytest.raises(JournalError, match=r"the model cannot be saved: .*Input/output error"):
+        store.replace(START)
+    monkeypatch.undo()
+    with pytest.raises(JournalError, match="it is not known whether another model was saved"):
+        store.push(push("a", 2))
+    assert "closed for good" in store.trouble
+    with pytest.raises(JournalError, match="it is not known"):
+        store.close()
+
+
+@pytest.mark.parametrize("last", [2**63 - 1, 2**63 - 2, 2**62 + 5, 2**61])
+def test_no_session_is_so_high_that_none_can_follow(tmp_path, last):
+    with Store(tmp_path, plain, START) as store:
+        store.push(push("a", 99, session=last))
+        before = last
+        for version in (2, 3, 4):
+            session = store.last_session("a") + 1
+            assert session < 2**63
+            assert store.push(push("a", 1, session=session)) == version
+            with pytest.raises(gradwire.PeerError, match="has begun session"):
+                store.push(push("a", 100, session=before))
+            before = session
+    with Store(tmp_path, plain) as store:
+        assert store.push(push("a", 1, session=max(time.time_ns(), store.last_session("a") + 1))) == 5
+
+
+RESTART = """
+import json, resource, sys, time
+import torch
+torch.set_num_threads(1)
+from gradwire.coordinator.push import Push, decoded
+from gradwire.coordinator.rules import Model
+from gradwire.coordinator.store import Store
+import gradwire
+
+def memory(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1000 for line in file if line.startswith(name))
+
+folder, limit_mb = sys.argv[1], float(sys.argv[2])
+gradwire.decode(gradwire.encode(torch.ones(100_000), "none"))
+before = memory("VmRSS")
+data = int((memory("VmData") + limit_mb) * 1000 * 1024)
+resource.setrlimit(resource.RLIMIT_DATA, (data, data))
+began = time.monotonic()
+store = Store(folder, Model)
+seconds = time.monotonic() - began
+record = bytearray(Push("a", 1, {"w": gradwire.encode(torch.ones(250_000), "none")}).to_bytes())
+began, model = time.monotonic(), Model({"w": torch.zeros(250_000)})
+for _ in range(store.replayed):
+    model.take(decoded("gradients", Push.from_bytes(record).gradients, model.parameters), "descent")
+applying = time.monotonic() - began
+print(json.dumps([store.replayed, memory("VmHWM") - before, seconds, applying]))
+store.close()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_restart_takes_little_more_memory_than_the_model_and_little_more_time_than_applying(tmp_path):
+    """``GRADWIRE_JOURNAL_MB=1000``: with memory for the model and 256 MB, and 5 s more than it takes to apply it."""
+    gradients = {"w": gradwire.encode(torch.ones(250_000), "none")}
+    with Store(tmp_path, plain, {"w": torch.zeros(250_000)}, fsync="off", snapshot_every=1_000_000) as store:
+        store._most_bytes = 1e12
+        for number in range(1, JOURNAL_MB + 1):
+            store.push(Push("a", number, gradients))
+    limit = 128 if JOURNAL_MB < 1000 else 256
+    command = [sys.executable, "-c", RESTART, str(tmp_path), str(limit)]
+    told = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    replayed, grown_mb, seconds, applying = json.loads(told.stdout)
+    print(
+        f"{JOURNAL_MB} MB of journal: {seconds:.2f} s, {applying:.2f} s to apply it; memory grew by {grown_mb:.0f} MB"
+    )
+    assert replayed == JOURNAL_MB
+    assert grown_mb < limit
+    assert seconds < applying + (5 if JOURNAL_MB >= 1000 else 60)  # where others run too, a wide margin
 
 
 def test_what_is_kept_by_a_repair_is_applied_once(tmp_path):

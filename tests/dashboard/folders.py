@@ -1,6 +1,7 @@
 """Folders of runs, written as a training would."""
 
 import json
+import os
 from pathlib import Path
 
 BEGIN = 1_700_000_000.0
@@ -92,3 +93,45 @@ def many_steps(path: Path, steps: int) -> None:
             file.write(
                 "".join(line % (i, 1000.0 / (i + 1000)) for i in range(begin + 1, min(begin + 10_000, steps) + 1))
             )
+
+
+def hostile_runs(folder: Path, scale: float = 1.0) -> list[Path]:
+    """Runs that want memory: tiny records, records that are large once read, ranks, layers and names without end."""
+
+    def write(run, file, lines):
+        (folder / run).mkdir(parents=True, exist_ok=True)
+        with (folder / run / file).open("w") as out:
+            out.writelines(line + "\n" for line in lines)
+
+    def times(count):
+        return range(max(1, int(scale * count)))
+
+    for rank in range(4):
+        write("tiny", f"rank-{rank}.jsonl", (f'{{"event":"step","step":{each}}}' for each in times(1_500_000)))
+    write("tiny", "coordinator.jsonl", ('{"event":"coordinator"}' for _ in times(1_000_000)))
+    large = "[" + "[]," * 95_000 + "[]]"
+    for event in ("start", "done", "step", "layout", "plan", "validation", "note", "drop"):
+        more = f'"event":"{event}","step":%d,"what":"x%d","x":{large},"buckets":{large}'
+        write("large", f"rank-{len(event)}.jsonl", ("{" + more % (each, each) + "}" for each in times(30)))
+    for rank in range(40):
+        write("starts", f"rank-{rank}.jsonl", [f'{{"event":"start","settings":{large}}}'])
+    for rank in times(20_000):
+        write("ranks", f"rank-{rank}.jsonl", ['{"event":"step","step":1}'])
+    for run in range(4):
+        layers = {f"\U0001f600{'x' * 1900}{each}": {"codec": "y" * 1900, "error": 1, "residual": 1}
+                  for each in times(500)}  # fmt: skip
+        line = json.dumps({"event": "quality", "step": 0, "layers": layers}, ensure_ascii=False)
+        write(f"layers {run}", "rank-0.jsonl", [line.replace('"step": 0', f'"step": {each}', 1) for each in range(4)])
+        short = {f"{each}": {"error": 1, "residual": 1} for each in times(5000)}
+        line = json.dumps({"event": "quality", "step": 0, "layers": short})
+        write(f"layers {run}", "rank-1.jsonl", [line])
+        write(f"history {run}", "rank-0.jsonl", (line.replace('"step": 0', f'"step": {n}', 1) for n in times(210)))
+    notes = (f'{{"event":"note","step":{each},"what":"{each}{chr(0x1F600) * 1900}"}}' for each in times(600))
+    write("notes", "rank-0.jsonl", list(notes))
+    write("deep", "rank-0.jsonl", ['{"event":"start","x":' + "[" * 1_000_000, '{"event":' + "9" * 1_000_000 + "}"] * 4)
+    write("deep", "rank-1.jsonl", ["x" * int(30e6 * scale)])
+    os.mkfifo(folder / "deep" / "rank-2.jsonl")
+    (folder / "deep" / "rank-3.jsonl").symlink_to("rank-3.jsonl")
+    (folder / "deep" / "rank-4.jsonl").symlink_to("/dev/zero")
+    (folder / "loop").symlink_to(folder)
+    return sorted(folder.iterdir())

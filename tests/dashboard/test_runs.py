@@ -39,7 +39,7 @@ def test_records_become_columns(tmp_path):
     assert rank.columns["loss"][3] == 0.5
     assert rank.columns["sent_total"][-1] == 50e6
     assert rank.columns["seconds_total"][-1] == pytest.approx(5.0)
-    assert rank.last["buckets"][1]["codec"] == "none"
+    assert run.step(0, 50)["buckets"][1]["codec"] == "none"
     assert run.layers["body.weight"].history == [(10, 0.3, 0.5), (20, 0.3, 0.5)]
     assert run.notes[0]["what"] == "plan 'mixed' is used"
     assert (run.plans[0]["name"], run.drops[0]["rank"], run.validations[0]["loss"]) == ("mixed", 1, 0.125)

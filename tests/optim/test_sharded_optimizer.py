@@ -447,7 +447,11 @@ def test_a_resumed_run_sees_the_batches_that_are_left(two):
 @pytest.mark.parametrize("what", DAMAGES)
 def test_damaged_checkpoints_are_refused_on_every_rank(two, what):
     words = two["damaged", what]
-    telling = {"marker": "it has no COMPLETE", "junk marker": "not a checkpoint of format 1", "gone": "cannot be read"}
+    telling = {
+        "marker": "it has no COMPLETE",
+        "junk marker": "is not the marker of a checkpoint",
+        "gone": "cannot be read",
+    }
     assert all(telling.get(what, "is damaged") in each for each in words), words
 
 

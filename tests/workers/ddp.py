@@ -2,6 +2,7 @@
 
 import gc
 import math
+import time
 import zlib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint as computed_again
 
 import gradwire
@@ -23,7 +25,7 @@ TIMEOUT_S = 20
 
 
 class Net(nn.Module):
-    """27 834 parameters; four of its matrices are large enough to be compressed."""
+    """27 834 parameters; four of its matrices are large enough to be compressed by themselves, and the fifth is not."""
 
     def __init__(self):
         super().__init__()
@@ -111,6 +113,11 @@ def gradients(model):
     return [p.grad.clone() for p in model.parameters()]
 
 
+def hooks(model):
+    """How many hooks DDP's reducer has."""
+    return int("comm_hook" in model._get_ddp_logging_data())
+
+
 def distance(these, those):
     return max(float((a - b).abs().max()) for a, b in zip(these, those, strict=True))
 
@@ -174,7 +181,7 @@ def same_as_plain(rank, name="none", **options):
         worst = max(worst, distance(gradients(plain), gradients(ours)))
         for optimizer in optimizers:
             optimizer.step()
-    return {"worst": worst, "norms": norms, "parameters": parameters(ours), "hooks": len(ours._comm_hooks)}
+    return {"worst": worst, "norms": norms, "parameters": parameters(ours), "hooks": hooks(ours)}
 
 
 def accumulation(rank, name):
@@ -343,11 +350,176 @@ def uneven(rank, ranks, name):
     return {"parameters": parameters(model), "steps": len(losses), "finite": all(map(math.isfinite, losses))}
 
 
+def uneven_beside_plain(rank, ranks, name, by_initial):
+    """Rank r has 2 + 2r steps; the last one's gradients and parameters beside plain DDP's."""
+    plain, (ours, _) = ddp(), compressed(name)
+    for model in (plain, ours):
+        optimizer = sgd(model)
+        with Join([model], divide_by_initial_world_size=by_initial):
+            train(model, optimizer, range(2 + 2 * rank), rank)
+    moved = distance(ours.parameters(), Net().parameters())
+    return {"worst": distance(plain.parameters(), ours.parameters()), "moved": moved, "parameters": parameters(ours)}
+
+
+class Complex(nn.Module):
+    """Layers of complex numbers, as Fourier operators have them, between real ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 96), nn.Linear(64, 10)
+        self.spectral = nn.Parameter(0.1 * torch.randn(96, 64, dtype=torch.complex64))
+        self.phase = nn.Parameter(torch.zeros(64, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.last((torch.tanh(self.first(x)).to(self.spectral.dtype) @ self.spectral + self.phase).abs())
+
+
+def unusual(rank, what, name):
+    """The gradients of a model of unusual parameters beside plain DDP's, over steps of the same parameters."""
+    plain, ours = (ddp(Complex() if what == "complex" else Net().double()) for _ in range(2))
+    gradwire.compress(ours, name, timeout_s=TIMEOUT_S)
+    optimizers = [sgd(plain), sgd(ours)]
+    worst = 0.0
+    for step in range(4):
+        for model in (plain, ours):
+            model.zero_grad()
+            x, target = batch(step, rank)
+            dtype = torch.float64 if what == "float64" else torch.float32
+            nn.functional.cross_entropy(model(x.to(dtype)), target).backward()
+        pairs = zip(gradients(plain), gradients(ours), strict=True)
+        worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in pairs))
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"worst": worst, "parameters": parameters(ours)}
+
+
+class Adapted(nn.Module):
+    """A linear layer that stays as it is, with an adapter of rank 8, as LoRA has it."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 8, bias=False), nn.Linear(8, outputs, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class AdaptedTransformer(nn.Module):
+    """Two layers with 32 adapter matrices; 26 of them have 2,048 elements, and 6 have 8,192."""
+
+    def __init__(self, width=256, inside=1024):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = dict.fromkeys(("q", "k", "v", "o", "mix"), (width, width))
+        shapes |= {"gate": (width, inside), "rise": (width, inside), "fall": (inside, width)}
+        self.layers = nn.ModuleList(nn.ModuleDict({n: Adapted(*s) for n, s in shapes.items()}) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            q, k, v = (layer[name](norm(x)) for name in "qkv")
+            x = x + layer["o"](nn.functional.scaled_dot_product_attention(q, k, v))
+            x = x + layer["fall"](torch.sigmoid(layer["gate"](x)) * layer["rise"](x)) + layer["mix"](x)
+        return x
+
+
+def adapters(rank, name, steps=40):
+    """Losses of plain DDP and of a codec that train the same adapters, and what a step sent."""
+    losses, generator = [], torch.Generator().manual_seed(9)
+    turn = torch.linalg.qr(torch.randn(256, 256, generator=generator))[0]
+    plain, ours = (DistributedDataParallel(AdaptedTransformer()) for _ in range(2))
+    compression = gradwire.compress(ours, name, timeout_s=TIMEOUT_S)
+    for model in (plain, ours):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+        losses.append([])
+        for step in range(steps):
+            optimizer.zero_grad()
+            x = torch.randn(2, 8, 256, generator=generator.manual_seed(100 * step + rank))
+            loss = (model(x) - x @ turn).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    traffic, sizes = compression.traffic, [p.numel() for p in ours.parameters() if p.requires_grad and p.dim() > 1]
+    small = sum(size < 4096 for size in sizes)
+    sent = traffic.sent_bytes / traffic.dense_sent_bytes
+    return {"plain": losses[0], "ours": losses[1], "small": [small, len(sizes)], "sent": sent, "end": parameters(ours)}
+
+
+def refused_models(rank):
+    """What is said of models whose gradients cannot be compressed, by what is wrong with them."""
+
+    def refusal(make, codec="int4"):
+        try:
+            gradwire.compress(make(), codec, timeout_s=TIMEOUT_S)
+        except ConfigError as error:
+            return str(error)
+        return "no error"
+
+    def sparse(kind=nn.Embedding, ignored=()):
+        module = nn.Sequential(kind(100, 64, sparse=True), nn.Linear(64, 80))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(ignored))
+        return ddp(module)
+
+    def in_python():
+        torch._dynamo.config.optimize_ddp = "python_reducer"
+        try:
+            return ddp(bucket_cap_mb=1)
+        finally:
+            torch._dynamo.config.optimize_ddp = True
+
+    def mixed():
+        return ddp(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+
+    return {
+        **{f"sparse, {codec}": refusal(sparse, codec) for codec in ("dense", "auto", "int4", "powersgd:2")},
+        "a sparse bag": refusal(lambda: sparse(nn.EmbeddingBag)),
+        "sparse, but ignored": refusal(lambda: sparse(ignored=["0.weight"])),
+        **{f"float64, {codec}": refusal(lambda: ddp(Net().double()), codec) for codec in ("none", "auto")},
+        "python_reducer": refusal(in_python),
+        "mixed_precision": refusal(mixed),
+    }
+
+
+def failing(rank, how):
+    """A hook that fails on rank 1 in its third step: an error there, another on all others, and none of them hangs."""
+    model, compression = compressed("ef(topk:0.05)", find_unused_parameters=True)
+    optimizer, reducer, errors = sgd(model), compression._reducer, []
+    train(model, optimizer, range(2), rank)
+    kept = residuals(compression)
+
+    def fail(*arguments, **more):
+        raise ZeroDivisionError("as planned")
+
+    if rank == 1 and how == "start":
+        reducer.on_gradient.append(lambda name, gradient: fail() if name == "layers.1.weight" else None)
+    elif rank == 1 and how == "encode":
+        for section in reducer._plan(next(names for names in reducer._plans if "layers.1.weight" in names)):
+            object.__setattr__(section.collective, "reduce", fail)
+    began = time.monotonic()
+    for step in (2, 3):
+        try:
+            train(model, optimizer, [step], rank)
+        except Exception as error:
+            errors.append([type(error).__name__, str(error)])
+    took = time.monotonic() - began
+    same = all(map(torch.equal, kept, residuals(compression)))
+    compression.close()
+    return {"errors": errors, "seconds": took, "kept": same}
+
+
 def compiled(rank, where):
     """torch.compile, of the module in DDP or of DDP."""
     torch._dynamo.reset()
     buckets = {"bucket_cap_mb": 1}  # dynamo wants no bucket below DDP's first of 1 MiB
-    if where == "inside":
+    if where == "before":  # and used already
+        model = ddp(**buckets)
+        called = torch.compile(model, backend="aot_eager")
+        loss_of(called, 0, rank).backward()
+        compression = gradwire.compress(called, "none", timeout_s=TIMEOUT_S)
+    elif where == "inside":
         model, compression = compressed("none", torch.compile(Net(), backend="aot_eager"), **buckets)
         called = model
     else:
@@ -522,20 +694,20 @@ def taken_over(rank, steps=20):
     for each in (model, plain):
         optimizers.append(sgd(each))
         train(each, optimizers[-1], range(steps), rank)
-    same, hooks = parameters(model) == parameters(plain), [len(model._comm_hooks)]
-    compression = model._gradwire
+    same, registered = parameters(model) == parameters(plain), [hooks(model)]
+    compression = model._gradwire.compression
     watched = compression.rounds, [len(bucket.names) for bucket in compression._autopilot._times[-1].buckets]
     sent = compression.traffic.sent_bytes
     state = compression.state_dict()
     compression.hold("int4")
-    hooks.append(len(model._comm_hooks))
+    registered.append(hooks(model))
     train(model, optimizers[0], range(steps, 2 * steps), rank)
     after = compression.rounds, compression.traffic.sent_bytes < sent
     again, resumed = compressed(settings, bucket_cap_mb=0.06)
     resumed.load_state_dict(state)
-    hooks.append(len(again._comm_hooks))
+    registered.append(hooks(again))
     train(again, sgd(again), range(2), rank)
-    told = {"same": same, "hooks": hooks, "watched": watched, "after": after, "resumed": resumed.rounds}
+    told = {"same": same, "hooks": registered, "watched": watched, "after": after, "resumed": resumed.rounds}
     return told | {"parameters": parameters(model)}
 
 
@@ -561,7 +733,7 @@ def ignored(rank, name, steps=4):
             rounds.append("taken")
         except gradwire.NonFiniteError:
             rounds.append("not finite")
-    return {"same": same, "rounds": rounds, "hooks": len(ours._comm_hooks)}
+    return {"same": same, "rounds": rounds, "hooks": hooks(ours)}
 
 
 def always_dense(rank, steps=4):
@@ -576,7 +748,7 @@ def always_dense(rank, steps=4):
     for step in range(steps):
         flown |= set(resumed._reducer.methods.values())
         train(again, sgd(again), [step], rank)
-    return {"flown": sorted(flown), "settled": state["autopilot"]["settled"], "hooks": len(again._comm_hooks)}
+    return {"flown": sorted(flown), "settled": state["autopilot"]["settled"], "hooks": hooks(again)}
 
 
 def two_groups(rank, ranks):
@@ -619,10 +791,12 @@ CASES = {
     "propagated": propagated, "only_small": only_small, "disagreement": disagreement, "refusals": refusals,
     "closed": closed, "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
     "planned": planned, "taken_over": taken_over, "ignored": ignored, "always_dense": always_dense,
+    "unusual": unusual, "refused_models": refused_models, "failing": failing,
+    "adapters": adapters,
 }  # fmt: skip
 OF_RANKS = {
     "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,
-    "unused_loses_nothing": unused_loses_nothing,
+    "unused_loses_nothing": unused_loses_nothing, "uneven_beside_plain": uneven_beside_plain,
 }  # fmt: skip
 
 

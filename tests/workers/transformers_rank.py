@@ -1,6 +1,8 @@
 """A rank of a Transformers training, resumed from the checkpoint of an earlier one: FOLDER."""
 
+import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -51,6 +53,25 @@ def main():
     second.train(resume_from_checkpoint=True)
     assert equal(seen["state"], kept)
     assert second.state.global_step == 6
+    callback.compression.close()
+
+    saved = Path(sys.argv[1]) / "checkpoint-4"
+    third, callback = trainer(sys.argv[1] + "-elsewhere", steps=6)
+    third.train(resume_from_checkpoint=str(saved))
+    assert equal(seen["state"], kept)
+    assert third.state.global_step == 6
+    callback.compression.close()
+
+    third.accelerator.wait_for_everyone()
+    if second.args.process_index == 0:
+        shutil.rmtree(saved / "gradwire")
+    third.accelerator.wait_for_everyone()
+    fourth, callback = trainer(sys.argv[1] + "-without", steps=5)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fourth.train(resume_from_checkpoint=str(saved))
+    assert [each for each in warned if "has no residuals of gradwire" in str(each.message)]
+    assert seen["state"]["states"] == {}
     print(f"rank {second.args.process_index} passed", flush=True)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, Final
 
-from gradwire.adapters.ddp import Compression
+from gradwire.adapters.ddp import Compression, compression_of
 from gradwire.adapters.ddp import compress as compress_ddp
-from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from gradwire.adapters.resume import load_residuals
+from gradwire.checkpoint import save_checkpoint
 from gradwire.errors import ConfigError
 from gradwire.extras import require
 
@@ -43,7 +45,7 @@ def compress(accelerator: Any, codec: Any = "auto", **options: Any) -> Compressi
 
 
 class CompressionHandler:
-    """What :func:`compress` gives an accelerator, as its handler of DDP; ``compressions`` are those of its models.
+    """What :func:`compress` gives an accelerator, as its handler of DDP.
 
     >>> CompressionHandler(None, None, "int4", {}).to_kwargs()
     {}
@@ -51,7 +53,13 @@ class CompressionHandler:
 
     def __init__(self, accelerator: Any, ddp: Any, codec: Any, options: dict[str, Any]) -> None:
         self._accelerator, self._ddp, self._codec, self._options = accelerator, ddp, codec, options
-        self.compressions: list[Compression] = []
+        self._models: list[weakref.ref[Any]] = []
+
+    @property
+    def compressions(self) -> list[Compression]:
+        """Those of the models that are there, in the order they were prepared in."""
+        models = [model for known in self._models if (model := known()) is not None]
+        return [found for model in models if (found := compression_of(model)) is not None]
 
     def to_kwargs(self) -> dict[str, Any]:
         """What DDP itself is to take; asked by Accelerate."""
@@ -61,7 +69,8 @@ class CompressionHandler:
     def register_comm_hook(self, model: Any) -> None:
         """Called by Accelerate with every model that it has wrapped."""
         scaler = getattr(self._accelerator, "scaler", None)
-        self.compressions.append(compress_ddp(model, self._codec, scaler=scaler, **self._options))
+        compress_ddp(model, self._codec, scaler=scaler, **self._options)
+        self._models.append(weakref.ref(model))
 
     def save(self, models: Any, weights: Any, folder: str) -> None:
         """Called by ``save_state``."""
@@ -69,11 +78,9 @@ class CompressionHandler:
             save_checkpoint(self._folder(folder, number), each, keep=1)
 
     def load(self, models: Any, folder: str) -> None:
-        """Called by ``load_state``; what was saved without gradwire has no residuals."""
+        """Called by ``load_state``; warns of what was saved without gradwire, which has no residuals."""
         for number, each in enumerate(self.compressions):
-            last = latest_checkpoint(self._folder(folder, number))
-            if last is not None:
-                load_checkpoint(last, each)
+            load_residuals(self._folder(folder, number), each)
 
     def _folder(self, folder: str, number: int) -> Path:
         return Path(folder) / _FOLDER / f"model-{number}"

@@ -1,8 +1,9 @@
 """DistributedDataParallel with compressed gradients."""
 # No postponed annotations: DDP reads those of a hook.
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.adapters.models import parameters_to_reduce, uncompiled
 from gradwire.adapters.plain import PlainExchange
 from gradwire.adapters.watch import Watch
 from gradwire.collectives import Method, Peers, connect, find_hosts
+from gradwire.collectives.peers import tell
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
 from gradwire.planner import FIRST, Auto, Autopilot, Event, Plan
@@ -21,10 +24,11 @@ from gradwire.reducer import GradientReducer, Traffic
 from gradwire.telemetry import Telemetry
 from gradwire.telemetry.base import as_number
 
-__all__ = ["Compression", "compress"]
+__all__ = ["Compression", "compress", "compression_of"]
 
+_log: Final = logging.getLogger("gradwire")
 _NO_PLAN: Final = {"plan": "", "settled": False}
-_KEEPER: Final = "_gradwire"  # of a model: it must know of what watches it as long as it is there
+_KEEPER: Final = "_gradwire"  # of a model, which keeps its compression: DDP's reducer knows it only weakly
 
 
 class _Scaler(Protocol):
@@ -58,6 +62,8 @@ def compress(
     ``telemetry`` is the folder of a run, to which every rank writes what it does (``gradwire dash`` shows it), or a
     :class:`~gradwire.Telemetry` with sinks of your choice; tell it losses by ``compression.observe_loss``.
 
+    A copy of the model (``copy.deepcopy``, ``AveragedModel``, ``torch.save``) is a plain DDP model: not compressed.
+
     Every rank must call it, after wrapping the model. A rank that is gone or stuck for ``timeout_s`` is named by an
     error on all others, out of ``backward``. The result has the residuals' ``state_dict()``; save it with the model's.
 
@@ -70,12 +76,14 @@ def compress(
     0
     >>> compression.close(); dist.destroy_process_group()
     """
+    model = uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"`model` must be a torch.nn.parallel.DistributedDataParallel; got {type(model).__name__}. "
             "Wrap the model first."
         )
-    if getattr(model, "_comm_hooks", None) or hasattr(model, _KEEPER):
+    parameters = parameters_to_reduce(model, str(codec))
+    if getattr(model, "_comm_hooks", None) or compression_of(model) is not None:
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
         if not isinstance(flag, bool):
@@ -86,9 +94,8 @@ def compress(
     peers = connect(model.process_group, timeout_s=timeout_s)
     hosts = find_hosts(peers, tag=1)  # asked by all, so that ranks that want it differently learn so
     auto = Auto() if codec == "auto" else codec if isinstance(codec, Auto) else None
-    ignored = getattr(model, "parameters_to_ignore", ())  # by DDP, because somebody else sees to them
     reducer = GradientReducer(
-        {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored},
+        parameters,
         codec if not isinstance(codec, Auto) and auto is None else FIRST,
         peers,
         seed=seed,
@@ -101,8 +108,61 @@ def compress(
     compression = Compression(model, reducer, Autopilot(reducer, auto, reducer.hosts) if auto is not None else None)
     if watched is not None:
         compression.watch(watched)
-    setattr(model, _KEEPER, compression)
+    setattr(model, _KEEPER, _Kept(compression))
+    if not peers.rank:
+        until = " until the first plan" if auto is not None else ""
+        _log.info("gradients of a step%s: %s", until, reducer.composition)
     return compression
+
+
+class _Kept:
+    """A model's hold on its compression. A copy of the model is another one, without compression: it has ``()``."""
+
+    def __init__(self, compression: "Compression") -> None:
+        self.compression = compression
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return tuple, ()
+
+
+def compression_of(model: DistributedDataParallel) -> "Compression | None":
+    """Return what :func:`compress` put into a model; None if it was not called with it.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> compression_of(DistributedDataParallel(torch.nn.Linear(3, 2))) is None
+    True
+    >>> dist.destroy_process_group()
+    """
+    kept = getattr(model, _KEEPER, None)
+    return kept.compression if kept else None
+
+
+class _Failures:
+    """Errors of a step, which are raised when backward ends, once DDP has finished its bookkeeping.
+
+    DDP makes of a failed future an error of another type, and is in disorder then.
+    """
+
+    def __init__(self) -> None:
+        self.by_bucket: dict[int, BaseException] = {}
+        self.wait = False  # whether the backward under way raises them
+
+    def begin(self) -> None:
+        """Have errors raised when the backward under way ends; not if there is none, as in ``Join``."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        try:
+            queue(lambda: queue(self._raise))  # DDP's own callback is queued by then
+        except RuntimeError:
+            self.wait = False
+        else:
+            self.wait = True
+
+    def _raise(self) -> None:
+        """The first bucket's, whichever failed first: so it is the same on all ranks."""
+        errors, self.by_bucket = self.by_bucket, {}
+        if errors:
+            raise errors[min(errors)]
 
 
 class Compression:
@@ -115,10 +175,12 @@ class Compression:
     def __init__(
         self, model: DistributedDataParallel, reducer: GradientReducer, autopilot: Autopilot | None = None
     ) -> None:
-        self._model, self._reducer, self._autopilot = model, reducer, autopilot
-        self._names = {id(parameter): name for name, parameter in reducer.parameters.items()}
-        self._errors: dict[int, BaseException] = {}  # of this step, by bucket
-        self._raises = False  # in the backward that is under way
+        # The model keeps this, and not the other way round. DDP's C++ reducer has a weak reference: what it held would
+        # never be freed if it knew the model, be it by an error's traceback, for Python's collector cannot look there.
+        self._model, self._reducer, self._autopilot = weakref.ref(model), reducer, autopilot
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._failures = _Failures()
+        self._share = 1.0  # of the ranks of this step, by which its means are too small
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
         """Where records go, for more of them: ``compression.telemetry.record("validation", step=100, loss=0.3)``."""
@@ -127,14 +189,22 @@ class Compression:
             reducer.prepare()  # which may find that nothing is to be compressed
             self._plain = PlainExchange(model, reducer, self._attach) if reducer.is_plain else None
         if self._plain is None:
-            model.register_comm_hook(self, _hook)
+            self._register(model)
+
+    def __del__(self) -> None:
+        self._reducer.unhook()
+
+    def _register(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(weakref.ref(self), _hook)
+        model._comm_hooks.pop()  # a list for copies, which are to have none; DDP's reducer has the hook
 
     def _attach(self) -> None:
         """Take over from DDP's own all-reduce, if gradients are to travel otherwise. DDP keeps a hook for good."""
-        if self._plain is not None and not self._reducer.is_plain:
+        model = self._model()
+        if model is not None and self._plain is not None and not self._reducer.is_plain:
             self._plain.leave()
             self._plain = None
-            self._model.register_comm_hook(self, _hook)
+            self._register(model)
 
     def watch(self, telemetry: Telemetry) -> None:
         """Tell a telemetry what happens from now on; :meth:`close` closes it too."""
@@ -221,24 +291,24 @@ class Compression:
         """Whether what this rank kept is enough for it: yes, if there are as many ranks as there were."""
         return bool(states[0].get("ranks") == self.peers.size)
 
-    def _raises_after_backward(self) -> bool:
-        """Have an error raised when backward ends, after DDP has put its own house in order.
+    def _gradients(self, bucket: GradBucket, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
+        """Return what gives the gradients of a bucket, in its memory."""
+        parameters = [self._reducer.parameters[name] for name in names]
+        if parameters[0].numel() == bucket.parameters()[0].numel():
+            return bucket.gradients
+        # DDP cuts the pairs of complex numbers as if they were single ones.
+        pieces = torch.split(bucket.buffer(), [each.numel() for each in parameters])
+        return lambda: [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
 
-        DDP makes of a failed future an error of another type, and is in disorder then. False if this is no backward,
-        as in ``Join``.
-        """
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        try:
-            queue(lambda: queue(self._raise))  # DDP's own callback is queued by then
-        except RuntimeError:
-            return False
-        return True
-
-    def _raise(self) -> None:
-        """The first bucket's, whichever failed first: so it is the same on all ranks."""
-        errors, self._errors = self._errors, {}
-        if errors:
-            raise errors[min(errors)]
+    def _begin_step(self) -> None:
+        """Count the ranks that still have inputs, where ``join`` has means divided by their number only."""
+        model, self._share = self._model(), 1.0
+        assert model is not None  # it is in a backward, or in ``join``
+        config, by_all = model._join_config, getattr(model, "_divide_by_initial_world_size", True)
+        if config.enable and config.is_first_joinable and not by_all:  # when DDP does so too
+            mine = "inputs" if self._failures.wait else "none left"  # who has none left is in no backward
+            found = tell(self.peers, mine, self._reducer.next_tags(), "the count of ranks that have inputs")
+            self._share = found.count("inputs") / len(found)
 
     def settle(self) -> None:
         """Tell the telemetry of the last step, which nothing follows; :meth:`close` does so too."""
@@ -246,34 +316,51 @@ class Compression:
             self._watch.settle()
 
     def close(self) -> None:
-        """End the threads and connections; the model can no longer be trained."""
+        """End the threads and connections; the model can no longer be trained.
+
+        Residuals stay, for :meth:`state_dict`; the model is not kept, nor its parameters.
+        """
         self.settle()
         self._reducer.close()
         if self.telemetry is not None:
             self.telemetry.close()
 
 
-def _hook(compression: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    buffer, index = bucket.buffer(), bucket.index()
+def _hook(state: "weakref.ref[Compression]", bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    compression, buffer, index = state(), bucket.buffer(), bucket.index()
+    assert compression is not None  # the model keeps it
     result: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.device.type == "cuda" else None
     )
-    reducer = compression._reducer
-    # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
-    if reducer.is_between_steps or bucket.is_last():
-        compression._raises = compression._raises_after_backward()
+    reducer, failures, share = compression._reducer, compression._failures, 1.0
 
-    def finish(done: Future[None]) -> None:
-        error = done.exception()
+    def complete(error: BaseException | None) -> None:
+        """Complete DDP's future, whatever happens: DDP waits for it, and for nothing else."""
+        try:
+            if error is None and share != 1:
+                buffer.div_(share)
+            elif error is not None and failures.wait:
+                failures.by_bucket[index], error = error, None
+                buffer.fill_(torch.nan)
+        except Exception as why:
+            error = why
         if error is None:
             result.set_result(buffer)
-        elif compression._raises:
-            compression._errors[index] = error
-            result.set_result(buffer.fill_(torch.nan))
         else:
             result.set_exception(error)  # type: ignore[arg-type]
 
-    names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
-    reducing = reducer.start(names, bucket.gradients, last=bucket.is_last(), flat=buffer)
-    reducing.add_done_callback(finish)
+    try:
+        # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
+        if (first := reducer.is_between_steps) or bucket.is_last():
+            failures.begin()
+        if first:
+            compression._begin_step()
+        share = compression._share
+        names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
+        reducing = reducer.start(names, compression._gradients(bucket, names), last=bucket.is_last(), flat=buffer)
+    except BaseException as error:
+        reducer.give_up(error)
+        complete(error)
+    else:
+        reducing.add_done_callback(lambda done: complete(done.exception()))
     return result

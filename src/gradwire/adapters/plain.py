@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -31,14 +32,16 @@ class PlainExchange(dist.ProcessGroup):
     a bucket is handed over, and waits for them at the end of backward, right before DDP would. So a rank that is gone
     is named, NaN and Inf are found, and steps are timed, all as with a hook.
 
-    ``after`` is called when DDP is done with a step and the reducer was told.
+    ``after``, a method, is called when DDP is done with a step and the reducer was told. Neither its object nor the
+    model is kept alive.
     """
 
     def __init__(self, model: DistributedDataParallel, reducer: GradientReducer, after: Callable[[], None]) -> None:
         group: Any = model.process_group
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         assert isinstance(reducer.peers, ProcessPeers)  # as it can be watched
-        self._group, self._model, self._reducer, self._after = group, model, reducer, after
+        self._group, self._model, self._reducer = group, weakref.ref(model), reducer
+        self._after = weakref.WeakMethod(after)
         self._peers, self._timeout = reducer.peers, timedelta(seconds=reducer.peers.timeout_s)
         self._looks = reducer.nonfinite == "raise"
         self._numel = self._left = sum(parameter.numel() for parameter in reducer.parameters.values())
@@ -55,16 +58,15 @@ class PlainExchange(dist.ProcessGroup):
     @staticmethod
     def can_watch(model: DistributedDataParallel, reducer: GradientReducer) -> bool:
         """Whether a model's all-reduces can be watched: not where devices work while Python goes on."""
-        python_reducer = getattr(model, "_use_python_reducer", False)
         late = getattr(model, "_delay_all_reduce_params", ())
         here = all(parameter.device.type == "cpu" for parameter in reducer.parameters.values())
-        sparse = any(getattr(module, "sparse", False) for module in model.module.modules())  # an embedding's gradients
         known = hasattr(model.reducer, _REPLACE) and isinstance(reducer.peers, ProcessPeers)
-        return here and known and not late and not python_reducer and not sparse
+        return here and known and not late
 
     def leave(self) -> None:
         """Give the model its own group back."""
-        getattr(self._model.reducer, _REPLACE)(self._group)
+        if (model := self._model()) is not None:
+            getattr(model.reducer, _REPLACE)(self._group)
 
     # As DDP's reducer calls it.
 
@@ -136,7 +138,8 @@ class PlainExchange(dist.ProcessGroup):
     def _end(self) -> None:
         error, self._nonfinite = self._nonfinite, None
         self._reducer.prepare()
-        self._after()
+        if (after := self._after()) is not None:
+            after()
         if error is not None:
             raise error
 

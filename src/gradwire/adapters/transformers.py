@@ -9,7 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import Compression
 from gradwire.adapters.ddp import compress as compress_ddp
-from gradwire.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from gradwire.adapters.models import uncompiled
+from gradwire.adapters.resume import load_residuals
+from gradwire.checkpoint import save_checkpoint
 from gradwire.errors import ConfigError
 from gradwire.extras import require
 
@@ -23,7 +25,8 @@ _FOLDER: Final = "gradwire"
 def compress(trainer: Any, codec: Any = "auto", **options: Any) -> CompressionCallback:
     """Let a ``transformers.Trainer`` exchange its gradients in a codec: one line, before ``trainer.train()``.
 
-    ``codec`` and ``options`` are those of :func:`gradwire.compress`. Residuals are in the Trainer's checkpoints.
+    ``codec`` and ``options`` are those of :func:`gradwire.compress`. Residuals are in the Trainer's checkpoints, and
+    are loaded from the one that ``trainer.train(resume_from_checkpoint=...)`` resumes from, wherever it is.
 
     >>> compress(None)
     Traceback (most recent call last):
@@ -34,6 +37,7 @@ def compress(trainer: Any, codec: Any = "auto", **options: Any) -> CompressionCa
     if any(isinstance(each, CompressionCallback) for each in trainer.callback_handler.callbacks):
         raise ConfigError("`trainer` compresses already.")
     callback = CompressionCallback(trainer, codec, options)
+    callback.note_resumed()
     trainer.add_callback(callback)
     return callback
 
@@ -47,31 +51,39 @@ class CompressionCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any, codec: Any, options: dict[str, Any]) -> None:
         self._trainer, self._codec, self._options = trainer, codec, options
+        self._resumed: Path | None = None  # the folder that this training goes on from
         self.compression: Compression | None = None
+
+    def note_resumed(self) -> None:
+        """Learn of the folder that a training goes on from: callbacks are not told, but what loads the optimizer is."""
+        load = self._trainer._load_optimizer_and_scheduler
+
+        def noting(checkpoint: Any, *arguments: Any, **more: Any) -> Any:
+            self._resumed = None if checkpoint is None else Path(checkpoint)
+            return load(checkpoint, *arguments, **more)
+
+        self._trainer._load_optimizer_and_scheduler = noting
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """The model is wrapped now; go on from the checkpoint the trainer has gone on from."""
-        model = self._trainer.model_wrapped
+        model, resumed = uncompiled(self._trainer.model_wrapped), self._resumed
+        self._resumed = None
         if not isinstance(model, DistributedDataParallel):
             if args.world_size > 1:
                 raise ConfigError(f"the trainer must train with DDP to be compressed; it has {type(model).__name__}.")
             return  # alone: there is nothing to send
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         self.compression = compress_ddp(model, self._codec, scaler=scaler, **self._options)
-        if state.global_step:
-            last = latest_checkpoint(self._folder(args, state))
-            if last is not None:
-                load_checkpoint(last, self.compression)
+        if resumed is not None:
+            load_residuals(resumed / _FOLDER, self.compression)
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """After the trainer's own files."""
         if self.compression is not None:
-            save_checkpoint(self._folder(args, state), self.compression, keep=1)
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FOLDER
+            save_checkpoint(folder, self.compression, keep=1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         """Tell ``auto`` the loss."""
         if self.compression is not None and logs is not None and "loss" in logs:
             self.compression.observe_loss(float(logs["loss"]))
-
-    def _folder(self, args: Any, state: Any) -> Path:
-        return Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FOLDER

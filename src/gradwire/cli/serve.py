@@ -105,7 +105,7 @@ def status(
     if as_json:
         print_json(about)
         return
-    state = "draining" if told.draining else "ready" if told.ready else "no model yet"
+    state = "draining" if told.draining else "ready" if told.ready else told.trouble or "no model yet"
     rows = [
         ["state", state],
         ["model", f"{told.parameters:,} numbers, version {told.version:,}"],

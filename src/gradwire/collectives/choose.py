@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -16,7 +18,16 @@ from gradwire.errors import ConfigError
 from gradwire.transforms import ErrorFeedback, for_training, is_stateful
 from gradwire.wire import TensorSpec
 
-__all__ = ["AllReduce", "Method", "PowerSGD", "flat_collective", "is_elementwise", "method"]
+__all__ = [
+    "AllReduce",
+    "Method",
+    "PowerSGD",
+    "encoded_nbytes",
+    "flat_collective",
+    "is_elementwise",
+    "method",
+    "rows_and_columns",
+]
 
 _POWERSGD: Final = re.compile(r"(powersgd|acp):(\d+)(?:,start=(\d+))?(?:\+(.+))?")
 
@@ -116,3 +127,28 @@ def method(what: str | Method, *, feedback: bool = True) -> Method:
     if is_stateful(inner) or not is_elementwise(inner):
         raise ConfigError(f"the factors of '{name}' must travel in a codec without state; got '{inner}'.")
     return PowerSGD(int(rank), inner, int(start or 10), name == "acp")
+
+
+def encoded_nbytes(how: Method, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the bytes that tensors have as a rank encodes them, at most; those of a first step may be more.
+
+    >>> [encoded_nbytes(method(each), [(64, 64), (64, 64)]) for each in ("dense", "int4", "powersgd:4+int8")]
+    [32768, 4304, 1112]
+    """
+    if isinstance(how, AllReduce):
+        return 4 * sum(map(math.prod, shapes))
+    if isinstance(how, PowerSGD):
+        sides = sum(min(how.rank, rows, columns) * (rows + columns) for rows, columns in map(rows_and_columns, shapes))
+        return how.factors.layout(TensorSpec((sides // 2 if how.alternate else sides,))).nbytes
+    if is_elementwise(how):
+        shapes = [(sum(map(math.prod, shapes)),)]
+    return sum(how.layout(TensorSpec(shape)).nbytes for shape in shapes)
+
+
+def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the matrix that low rank makes of a tensor.
+
+    >>> rows_and_columns((16, 3, 3))
+    (16, 9)
+    """
+    return shape[0], math.prod(shape) // shape[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,40 +11,67 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.collectives.processes import ProcessPeers, SilentError
+from gradwire.collectives.processes import ProcessPeers, SilentError, store
 
 __all__ = ["GlooPeers"]
 
 _NEVER: Final = (1 << 31) - 1  # a tag nobody sends
 
 
+class _Line:
+    """gloo's connections to all ranks. They end with :meth:`close`, or when nothing uses them any more.
+
+    That is why this is no group of ``torch.distributed.new_group``: torch keeps those, and names them by their number,
+    which ranks would disagree on if one of them had closed a group that another one still has.
+    """
+
+    def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:
+        there = PrefixStore(f"{name}/gloo", store())
+        self._backend: Any = dist.ProcessGroupGloo(there, rank, size, timedelta(seconds=timeout_s))
+
+    def send(self, rank: int, data: Tensor, tag: int) -> dist.Work:
+        work: dist.Work = self._open().send([data], rank, tag)
+        return work
+
+    def receive(self, rank: int, data: Tensor, tag: int) -> dist.Work:
+        work: dist.Work = self._open().recv([data], rank, tag)
+        return work
+
+    def _open(self) -> Any:
+        if self._backend is None:
+            raise RuntimeError("this rank has closed its connections")
+        return self._backend
+
+    def close(self) -> None:
+        self._backend = None
+
+
 @dataclass(frozen=True)
 class GlooPeers(ProcessPeers):
-    """A rank whose messages go over a gloo group of their own, so that they never meet those of the program."""
+    """A rank whose messages go over gloo's connections of their own, so that they never meet those of the program."""
 
-    messages: dist.ProcessGroup
+    line: _Line
 
     @classmethod
     def of(cls, rank: int, group: dist.ProcessGroup, name: str, timeout_s: float) -> GlooPeers:
         """Every one of the ranks must call it."""
-        ranks = dist.get_process_group_ranks(group)
-        timeout, local = timedelta(seconds=timeout_s), len(ranks) > 1
-        messages = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=local)
-        assert messages is not None
-        return cls(rank, len(ranks), group, name, timeout_s, messages)
+        size = group.size()
+        return cls(rank, size, group, name, timeout_s, _Line(rank, size, name, timeout_s))
 
     def swap(self, nbytes: Mapping[int, int], tag: int, what: str) -> _Messages:
         """Start to receive."""
         into = {rank: torch.empty(size, dtype=torch.uint8, device="cpu") for rank, size in nbytes.items()}
         messages = _Messages(self, tag, what, into)
         for rank, data in into.items():
-            messages.works[rank] = messages.start(dist.irecv, rank, data, group_src=rank)
+            messages.works[rank] = messages.start(self.line.receive, rank, data)
         return messages
 
     def close(self) -> None:
-        """gloo's connections end with the process."""
+        """End the connections, once what is under way is done with them."""
         self._deadlines.close()
+        self.line.close()
 
     def _hang_up(self, accused: int) -> None:
         """gloo closes all connections when a wait times out."""
@@ -53,7 +80,7 @@ class GlooPeers(ProcessPeers):
         )
         with suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-            work: Any = dist.irecv(nothing, group=self.messages, group_src=other, tag=_NEVER)
+            work: Any = self.line.receive(other, nothing, _NEVER)
             work.wait(timedelta(milliseconds=1))
 
 
@@ -66,15 +93,14 @@ class _Messages:
     works: dict[int, dist.Work] = field(default_factory=dict)  # by rank: what has not arrived
     sent: list[tuple[int, Tensor, dist.Work]] = field(default_factory=list)  # kept alive until they have left
 
-    def start(self, how: Any, rank: int, data: Tensor, **where: int) -> dist.Work:
+    def start(self, how: Callable[[int, Tensor, int], dist.Work], rank: int, data: Tensor) -> dist.Work:
         try:
-            work: dist.Work = how(data, group=self.peers.messages, tag=self.tag, **where)
+            return how(rank, data, self.tag)
         except RuntimeError as error:
             raise self.peers.blame(rank, error, self.what) from error
-        return work
 
     def send(self, rank: int, data: Tensor) -> None:
-        self.sent.append((rank, data, self.start(dist.isend, rank, data, group_dst=rank)))
+        self.sent.append((rank, data, self.start(self.peers.line.send, rank, data)))
 
     def receive(self, rank: int) -> Tensor:
         if rank in self.works:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from gradwire.errors import PeerError
+from gradwire.errors import GradwireError, PeerError
 
-__all__ = ["Peers", "Swap", "Team", "agree", "others", "post", "share", "tell"]
+__all__ = ["Peers", "Swap", "Team", "agree", "others", "post", "share", "tell", "together"]
 
 _LINE_BYTES: Final = 512
 _BETWEEN_PARTS: Final = re.compile(r", (?![^(\[]*[)\]])")  # commas outside of brackets
 _AGREE: Final = "the agreement of all ranks"
+
+Result = TypeVar("Result")
 
 
 class Swap(Protocol):
@@ -140,7 +142,7 @@ def post(peers: Peers, line: str, tag: int, what: str) -> Callable[[], list[str]
     >>> told()
     ['here']
     """
-    text = line.encode()[:_LINE_BYTES].ljust(_LINE_BYTES, b"\0")
+    text = line.encode(errors="replace")[:_LINE_BYTES].ljust(_LINE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     swap = peers.swap(dict.fromkeys(others(peers), _LINE_BYTES), tag, what)
     for rank in others(peers):
@@ -170,6 +172,33 @@ def share(peers: Peers, text: str, tag: int, what: str) -> list[str]:
     told = {rank: swap.receive(rank) for rank in others(peers)} | {peers.rank: mine}
     swap.wait()
     return [told[rank].numpy().tobytes().decode() for rank in range(peers.size)]
+
+
+def together(
+    peers: Peers, act: Callable[[], Result], tag: int, what: str, error: type[GradwireError] = PeerError
+) -> Result:
+    """Return what ``act`` returns once it has succeeded on every rank; raise on every rank if it failed on one.
+
+    The rank on which it failed raises that failure, the others an ``error`` that names the rank. Every rank must call
+    it, and ``act`` must not leave other ranks waiting when it fails.
+
+    >>> from gradwire.collectives.loopback import Alone
+    >>> together(Alone(), lambda: 1 / 0, 0, "the division")
+    Traceback (most recent call last):
+    ZeroDivisionError: division by zero
+    """
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as caught:
+        failure = caught
+    outcomes = tell(peers, "" if failure is None else str(failure) or type(failure).__name__, tag, what)
+    if failure is not None:
+        raise failure
+    for rank, words in enumerate(outcomes):
+        if words:
+            raise error(f"rank {rank}: {words}")
+    return result
 
 
 def agree(peers: Peers, what: str, tag: int = 0) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -60,12 +61,14 @@ class Pipeline:
     """
 
     def __init__(self) -> None:
-        self._queues: list[queue.SimpleQueue[_Job | None]] = []
+        self._stages: list[_Stage] = []
         self._error: BaseException | None = None
         self._closed = False
-        self._workers: list[threading.Thread] = []
         self._threads = torch.get_num_threads()
         _open.add(self)
+
+    def __del__(self) -> None:
+        self._end()
 
     def submit(self, reduction: Reduction, *, here: bool = False, trace: Trace | None = None) -> Future[Reduced]:
         """Start a reduction; its result, or its error, comes with the future.
@@ -99,18 +102,20 @@ class Pipeline:
             future.add_done_callback(lambda done: self._note(done.exception()))
         return future
 
+    def fail(self, error: BaseException) -> None:
+        """Let all later reductions fail with an error."""
+        self._note(error)
+
     def _note(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, NonFiniteError):  # which all ranks raise in the same reduction
             self._error = self._error or error
 
     def close(self) -> None:
         """End the threads once they have done what was submitted, which is waited for, though not for ever."""
-        if not self._closed and self._queues:
-            self._queues[0].put(None)
-        self._closed = True
+        self._end()
         closed = worked = time.monotonic()
         me = threading.current_thread()
-        while threads := [worker for worker in self._workers if worker is not me and worker.is_alive()]:
+        while threads := [each.thread for each in self._stages if each.thread is not me and each.thread.is_alive()]:
             now = time.monotonic()
             if not all(map(is_waiting, threads)):
                 worked = now
@@ -118,21 +123,18 @@ class Pipeline:
                 return
             threads[0].join(_LOOK_S)
 
-    def _pass(self, stage: int, job: _Job) -> None:
-        while stage >= len(self._queues):
-            arguments = (len(self._queues), queue.SimpleQueue[_Job | None]())
-            worker = threading.Thread(target=self._run, args=arguments, name=f"gradwire-{arguments[0]}", daemon=True)
-            self._workers.append(worker)
-            self._queues.append(arguments[1])
-            worker.start()
-        self._queues[stage].put(job)
+    def _end(self) -> None:
+        if not self._closed and self._stages:
+            self._stages[0].jobs.put(None)
+        self._closed = True
 
-    def _run(self, stage: int, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        torch.set_num_threads(self._threads)
-        while (job := _next(jobs)) is not None:
-            self._advance(stage, job)
-        if stage + 1 < len(self._queues):
-            self._queues[stage + 1].put(None)  # the end, behind all that this stage has passed on
+    def _pass(self, number: int, job: _Job) -> None:
+        while number >= len(self._stages):
+            stage = _Stage(len(self._stages), self._threads)
+            if self._stages:
+                self._stages[-1].next = stage
+            self._stages.append(stage)
+        self._stages[number].jobs.put(partial(self._advance, number, job))
 
     def _advance(self, stage: int, job: _Job) -> None:
         """Run one stage of a reduction, and hand it to the next."""
@@ -151,9 +153,26 @@ class Pipeline:
             self._pass(stage + 1, job)
 
 
-def _next(jobs: queue.SimpleQueue[_Job | None]) -> _Job | None:
-    with waiting():
-        return jobs.get()
+class _Stage:
+    """A thread and its queue. While it waits it knows nothing else, and keeps neither the pipeline nor gradients."""
+
+    def __init__(self, number: int, threads: int) -> None:
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.next: _Stage | None = None
+        self.thread = threading.Thread(target=self._run, args=(threads,), name=f"gradwire-{number}", daemon=True)
+        self.thread.start()
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        while (job := self._take()) is not None:
+            job()
+            del job
+        if self.next is not None:
+            self.next.jobs.put(None)  # the end, behind all that this stage has passed on
+
+    def _take(self) -> Callable[[], None] | None:
+        with waiting():
+            return self.jobs.get()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import re
 import threading
 import time
@@ -43,38 +44,57 @@ class _Deadlines:
     """
 
     def __init__(self) -> None:
-        self._lock, self._numbers, self._closed = threading.Lock(), count(), threading.Event()
-        self._pending: dict[int, tuple[float, float, Callable[[], None]]] = {}  # since when, how long, and what then
+        self._numbers, self._table = count(), _Table()
         self._thread: threading.Thread | None = None
-        self._last = -math.inf  # when one was taken back
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def __del__(self) -> None:
+        self.close()  # the thread does not keep this alive: it knows the table alone
 
     def add(self, seconds: float, late: Callable[[], None]) -> int:
         """Have something called after so many seconds, or a little later; its number."""
-        with self._lock:
-            self._pending[number := next(self._numbers)] = time.monotonic(), seconds, late
+        with self._table.lock:
+            self._table.pending[number := next(self._numbers)] = time.monotonic(), seconds, late
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="gradwire-deadlines", daemon=True)
+                watched = self._end, self._table
+                self._thread = threading.Thread(target=_watch, args=watched, name="gradwire-deadlines", daemon=True)
                 self._thread.start()
         return number
 
     def take(self, number: int) -> bool:
         """Take it back; False if it was called."""
-        with self._lock:
-            self._last = time.monotonic()
-            return self._pending.pop(number, None) is not None
+        with self._table.lock:
+            self._table.last = time.monotonic()
+            return self._table.pending.pop(number, None) is not None
 
     def close(self) -> None:
         """Nothing is called any more."""
-        self._closed.set()
+        self._end.put(None)
 
-    def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_S):
-            with self._lock:
-                now, last = time.monotonic(), self._last
-                late = [each for each, (since, long, _) in self._pending.items() if max(since, last) + long < now]
-                calls = [self._pending.pop(each)[2] for each in late]
-            for call in calls:
-                call()
+
+@dataclass
+class _Table:
+    """What is to be called, by number: since when it waits, how long, and what then."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    pending: dict[int, tuple[float, float, Callable[[], None]]] = field(default_factory=dict)
+    last: float = -math.inf  # when one was taken back
+
+    def call_late(self) -> None:
+        """Call what has waited for too long."""
+        with self.lock:
+            now, last = time.monotonic(), self.last
+            late = [each for each, (since, long, _) in self.pending.items() if max(since, last) + long < now]
+            calls = [self.pending.pop(each)[2] for each in late]
+        for call in calls:
+            call()
+
+
+def _watch(end: queue.SimpleQueue[None], table: _Table) -> None:
+    while True:
+        with suppress(queue.Empty):
+            return end.get(timeout=_LOOK_S)
+        table.call_late()
 
 
 class _Trial:
@@ -204,6 +224,26 @@ class ProcessPeers(ABC):
         seen = "" if culprit == rank else f" (noticed by way of rank {rank})"
         return PeerError(f"{what} failed: rank {culprit} {why}{seen}. {_reason(error)}")
 
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed by itself: they do not wait for it any longer.
+
+        Does nothing if a rank is to blame already, which the others know of then.
+        """
+        with self._trial.lock:
+            if self._trial.verdict is not None or self.size == 1:
+                return
+            why = f"failed with {type(error).__name__}"
+            self._trial.verdict = self.rank, why  # for this rank's threads: no peer is to blame for what follows
+
+        def say_so() -> None:
+            with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
+                store().set(f"{self.name}/{self.rank}", f"{self.rank} {why}")
+
+        saying = threading.Thread(target=say_so, daemon=True)
+        saying.start()
+        saying.join(_GRACE_S)
+        self._hang_up(next(rank for rank in range(self.size) if rank != self.rank))
+
     def _judge(self, accused: int, why: str) -> tuple[int, str]:
         verdict: list[tuple[int, str]] = []
 
@@ -224,12 +264,14 @@ class ProcessPeers(ABC):
         self._hang_up(accused)
         accusations = {self.rank: (accused, why)}
         end = time.monotonic() + _GRACE_S
-        while time.monotonic() < end and len(accusations) < self.size - 1:
+        while True:  # at least once: the accused may have said why it failed
             for rank in range(self.size):
                 key = f"{self.name}/{rank}"
                 if rank not in accusations and there.check([key]):
                     whom, _, reason = there.get(key).decode().partition(" ")
                     accusations[rank] = (int(whom), reason)
+            if len(accusations) >= self.size - 1 or time.monotonic() > end:
+                break
             time.sleep(_POLL_S)
         culprit, reason, passed = accused, why, {self.rank}
         while culprit in accusations and culprit not in passed:

@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -44,18 +45,32 @@ class _Counters:
     """Descriptors of the connections, for the kernel's counts."""
 
     def __init__(self, descriptors: list[int]) -> None:
-        self.descriptors = descriptors
+        self._descriptors, self._lock = descriptors, threading.Lock()
+        self._last: int | None = 0 if sys.platform.startswith("linux") else None
 
     def __del__(self) -> None:
-        for each in self.descriptors:
-            os.close(each)
+        self._release()
+
+    def close(self) -> None:
+        """Count for the last time, and close the descriptors."""
+        with self._lock:
+            self._last = self._count()
+            self._release()
 
     def wire_bytes(self) -> int | None:
         """What has left, acknowledgements, repetitions and the headers down to Ethernet's included."""
-        if not sys.platform.startswith("linux"):
-            return None
+        with self._lock:
+            return self._count()
+
+    def _release(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _count(self) -> int | None:
+        if not self._descriptors or not sys.platform.startswith("linux"):
+            return self._last
         total = 0
-        for each in self.descriptors:
+        for each in self._descriptors:
             connected = socket.socket(fileno=each)
             try:
                 told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -107,9 +122,10 @@ class SocketPeers(ProcessPeers):
             raise self.blame(rank, error, what) from error
 
     def close(self) -> None:
-        """End the connections."""
+        """End the connections, and close their descriptors."""
         self._deadlines.close()
         self.connections.close()
+        self.counters.close()
 
     def _hang_up(self, accused: int) -> None:
         self.connections.close()

@@ -19,6 +19,7 @@ from gradwire.errors import (
     AccessError,
     ConfigError,
     GradwireError,
+    JournalError,
     NonFiniteError,
     PeerError,
     QueueFullError,
@@ -27,7 +28,7 @@ from gradwire.errors import (
 
 __all__ = ["Connection", "Credentials"]
 
-_LATER: Final = ("FULL", "RATE", "DRAINING")  # refusals after which a push is sent again
+_LATER: Final = ("FULL", "RATE", "DRAINING", "NO_SPACE", "INCOMPLETE")  # refusals after which a push is sent again
 _NEVER: Final = ("CERTIFICATE_VERIFY_FAILED", "security handshaker", "verification failed")  # in what gRPC says
 _MOMENT_S: Final = 0.002
 _BACKOFF_S: Final = (0.02, 1.0)  # the first pause before it is tried again, and the longest
@@ -337,5 +338,6 @@ def _refusal(reply: Any, address: str, version: int | None) -> GradwireError:
         "FORBIDDEN": AccessError,
         "FULL": QueueFullError,
         "RATE": QueueFullError,
+        "NO_SPACE": JournalError,
     }
     return kinds.get(name, PeerError)(f"{address}: {reply.message}")

@@ -41,11 +41,8 @@ def add_changes(values: Tensor, changes: Tensor) -> Tensor:
 class _Copy:
     number: int
     values: dict[str, Tensor]
+    nbytes: int
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.values.values())
 
 
 @dataclass(frozen=True)
@@ -58,19 +55,20 @@ class Sent:
 
 
 class Copies:
-    """Copies of readers, ``most`` of them in ``most_bytes``; one that was dropped is sent everything again.
+    """Copies of ``most`` readers; a reader whose copy was dropped is sent everything again.
 
     >>> import gradwire
-    >>> copies, int4 = Copies(1 << 20), gradwire.codec("int4")
+    >>> copies, int4 = Copies(), gradwire.codec("int4")
     >>> first = copies.send("a", 0, {"w": torch.zeros(1000)}, int4)
     >>> second = copies.send("a", first.number, {"w": torch.ones(1000)}, int4)
     >>> first.changes, sum(map(len, first.frames["w"])), second.changes, sum(map(len, second.frames["w"]))
     (False, 4072, True, 596)
     """
 
-    def __init__(self, most_bytes: int, most: int = 10_000) -> None:
-        self._most_bytes, self._most = most_bytes, most
+    def __init__(self, most: int = 10_000) -> None:
+        self._most = most
         self._lock = threading.Lock()
+        self._nbytes = 0
         self._copies: OrderedDict[str, _Copy] = OrderedDict()
         self._numbers = secrets.randbits(62)  # so that no number of an earlier life of the server is taken for one
 
@@ -79,8 +77,24 @@ class Copies:
 
     def clear(self) -> None:
         """Forget them all: the parameters are others now."""
+        self.shrink(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all of them."""
+        return self._nbytes
+
+    def touch(self, reader: str) -> None:
+        """Keep the copy of a reader for longer than the others."""
         with self._lock:
-            self._copies.clear()
+            if reader in self._copies:
+                self._copies.move_to_end(reader)
+
+    def shrink(self, most_bytes: int) -> None:
+        """Drop the copies that were used the longest ago, until they have so many bytes."""
+        with self._lock:
+            while self._copies and (self._nbytes > most_bytes or len(self._copies) > self._most):
+                self._nbytes -= self._copies.popitem(last=False)[1].nbytes
 
     @torch.no_grad()
     def send(self, reader: str, number: int, parameters: Mapping[str, Tensor], codec: Codec) -> Sent:
@@ -89,8 +103,6 @@ class Copies:
             self._numbers += 1
             new = self._numbers
             known = self._copies.get(reader)
-            if known is not None:
-                self._copies.move_to_end(reader)
         if known is not None:
             with known.lock:
                 fits = (
@@ -105,7 +117,7 @@ class Copies:
                     known.number = new
                     return Sent(new, True, self._changes(known.values, parameters, codec, new))
         copied = {name: copy_of(tensor) for name, tensor in parameters.items()}
-        self._keep(reader, _Copy(new, copied))
+        self._keep(reader, _Copy(new, copied, sum(tensor.nbytes for tensor in copied.values())))
         return Sent(new, False, {name: frame_pieces(exact(tensor)) for name, tensor in parameters.items()})
 
     def _changes(
@@ -121,12 +133,10 @@ class Copies:
 
     def _keep(self, reader: str, copy: _Copy) -> None:
         with self._lock:
+            before = self._copies.pop(reader, None)
+            self._nbytes += copy.nbytes - (0 if before is None else before.nbytes)
             self._copies[reader] = copy
-            self._copies.move_to_end(reader)
-            total = sum(each.nbytes for each in self._copies.values())
-            while self._copies and (total > self._most_bytes or len(self._copies) > self._most):
-                _, dropped = self._copies.popitem(last=False)
-                total -= dropped.nbytes
+        self.shrink(self._nbytes)
 
 
 def _smaller(codec: Codec, parameters: Mapping[str, Tensor]) -> bool:

@@ -13,18 +13,21 @@ from typing import Any, Final
 from torch import Tensor
 
 from gradwire.coordinator.access import Access, Identity
-from gradwire.coordinator.copies import Copies
+from gradwire.coordinator.deadlines import Deadlines
 from gradwire.coordinator.metrics import ServerMetrics
+from gradwire.coordinator.readers import Readers
 from gradwire.coordinator.rules import Model, OptimizerFactory
 from gradwire.coordinator.settings import ServeSettings
 from gradwire.coordinator.store import Store
 from gradwire.coordinator.structure import check_parameters, entries_of
-from gradwire.errors import AccessError, ConfigError, GradwireError
+from gradwire.errors import AccessError, ConfigError, GradwireError, JournalError
 
 __all__ = ["Host"]
 
 _log: Final = logging.getLogger("gradwire.serve")
-_SLOWEST: Final = 65_536  # bytes a second
+_PROBE_S: Final = 1.0  # between two looks at a full disk
+_REMIND_S: Final = 60.0  # between two lines of the log about the same trouble
+_SMALL: Final = 1 << 18  # bytes
 
 
 class Host:
@@ -51,6 +54,7 @@ class Host:
             fsync=kept.fsync,
             interval_s=kept.interval_s,
             snapshot_every=kept.snapshot_every,
+            snapshot_mb=kept.snapshot_mb,
             mode=rules.mode,
             rules=str(
                 {
@@ -64,19 +68,20 @@ class Host:
         )
         self.access = Access(settings.workers)
         self.metrics = ServerMetrics()
-        self.copies = Copies(int(settings.limits.reader_mb * 1e6), settings.limits.workers)
+        self.deadlines = Deadlines()
+        self.readers = Readers(self.store, settings.limits, self.deadlines, self.run)
         self.workers: dict[str, float] = {}  # when each was last heard of
         self.queued = 0
         self.draining = False
         self.on_drain: Callable[[], Any] = lambda: None
+        self.identified: Callable[[str], None] = lambda peer: None  # called with the peer of every identified call
         self._snapshotting = False
-        self._unfinished: dict[Any, float] = {}  # tasks that wait for the rest of something, and for how long
         self._pool = ThreadPoolExecutor(4, "gradwire-serve")
 
     @property
     def ready(self) -> bool:
         """Whether it has a model, and takes pushes."""
-        return not self.draining and not self.store.empty
+        return not self.draining and not self.store.empty and not self.store.trouble
 
     def drain(self) -> None:
         """Take no more pushes, and end when those that are there are done."""
@@ -86,6 +91,10 @@ class Host:
     def off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do something that takes its time, on another thread."""
         return asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    async def run(self, nbytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do something with so many bytes: here, if handing it to another thread would cost more."""
+        return work(*arguments) if nbytes <= _SMALL else await self.off_loop(work, *arguments)
 
     def snapshot(self) -> None:
         """Save the model."""
@@ -103,16 +112,24 @@ class Host:
                 self.snapshot()
             except GradwireError as error:
                 _log.error("%s", error)
+            except Exception:  # no memory for a copy of the model, perhaps: pushes go on
+                _log.exception("the model could not be saved")
             finally:
                 self._snapshotting = False
 
         self._pool.submit(work)
 
     def close(self) -> None:
-        """Save, and let go of everything."""
+        """Save, and let go of everything; raises if the model cannot be saved, or a journal cannot be written."""
         self._pool.shutdown()  # first: what it still works on belongs into the snapshot
-        self.store.snapshot()
-        self.store.close()
+        try:
+            self.store.snapshot()
+        except JournalError as error:
+            raise JournalError(
+                f"{error} What was acknowledged is in the journal; the next start applies it."
+            ) from error
+        finally:
+            self.store.close()
 
     # Who calls.
 
@@ -132,26 +149,22 @@ class Host:
             return self.access.by_certificate(name.decode(errors="replace") for name in names)
         raise AccessError("neither a token nor a certificate was given.")
 
-    # Who is late.
+    # The disk.
 
-    def unfinished(self, task: Any, since: float, nbytes: int) -> None:
-        """A task waits for the rest of so many bytes: it must come in time."""
-        self._unfinished[task] = since + self.settings.limits.push_s + nbytes / _SLOWEST
-
-    def finished(self, task: Any) -> None:
-        """All of it has come."""
-        self._unfinished.pop(task, None)
-
-    async def watch(self) -> None:
-        """End tasks whose rest does not come."""
+    async def watch_disk(self) -> None:
+        """Say in the log that pushes are refused for the disk, and see whether there is room again."""
+        said, reported, probing = -_REMIND_S, False, None
         while True:
-            await asyncio.sleep(min(1.0, self.settings.limits.push_s / 4))
-            now = time.monotonic()
-            for task, end in list(self._unfinished.items()):
-                if end < now:
-                    del self._unfinished[task]
-                    self.metrics.refused("SLOW")
-                    task.cancel()
+            await asyncio.sleep(_PROBE_S)
+            now, trouble = time.monotonic(), self.store.trouble
+            if trouble and now - said >= _REMIND_S:
+                said, reported = now, True
+                _log.error("pushes are refused: %s", trouble)
+            elif reported and not trouble:
+                reported = False
+                _log.info("pushes are taken again")
+            if trouble and (probing is None or probing.done()):
+                probing = self.off_loop(self.store.probe)
 
 
 def _parameters_of(path: Path) -> dict[str, Tensor]:

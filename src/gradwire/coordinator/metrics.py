@@ -68,6 +68,7 @@ class ServerMetrics:
             ("received_bytes", "bytes of pushes"),
             ("sent_bytes", "bytes of parameters"),
             ("snapshots", "snapshots saved"),
+            ("ended_connections", "connections of strangers that the server ended"),
         ):
             yield f"# HELP gradwire_{name}_total {text}"
             yield f"# TYPE gradwire_{name}_total counter"

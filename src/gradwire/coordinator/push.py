@@ -59,8 +59,10 @@ class Push:
         return b"".join([_LENGTH.pack(len(text)), text, *self.gradients.values()])
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Push:
-        """Undo :meth:`to_bytes`; anything else raises :class:`~gradwire.errors.WireError`.
+    def from_bytes(cls, data: bytes | bytearray) -> Push:
+        """Undo :meth:`to_bytes`; the gradients are parts of ``data``.
+
+        Anything else raises :class:`~gradwire.errors.WireError`.
 
         >>> Push.from_bytes(b"junk!")
         Traceback (most recent call last):
@@ -74,7 +76,7 @@ class Push:
             return cls(
                 str(about["worker"]),
                 int(about["sequence"]),
-                {name: bytes(frame) for name, frame in gradients.items()},
+                gradients,
                 version,
                 about["mode"],
                 int(about["session"]),

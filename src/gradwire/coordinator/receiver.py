@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from gradwire.coordinator.access import Identity
+from gradwire.coordinator.calls import Call
+from gradwire.coordinator.deadlines import LateError, time_left
 from gradwire.coordinator.host import Host
+from gradwire.coordinator.journal import NoSpaceError
 from gradwire.coordinator.protocol import messages
 from gradwire.coordinator.protocol.parts import Frames, read_pushes
 from gradwire.coordinator.push import Push
@@ -31,10 +33,10 @@ from gradwire.errors import (
 __all__ = ["Incoming", "Receiver"]
 
 _log: Final = logging.getLogger("gradwire.serve")
-_SMALL: Final = 1 << 18  # bytes of a push that is applied on the loop itself: handing it over would cost more
 _MOST_ENTRIES: Final = 100_000
 _IDLE_S: Final = 600.0
 _TOGETHER: Final = 64  # answers in a message
+_UNANSWERED: Final = 1024  # pushes of a stream whose answers were not taken
 
 
 @dataclass
@@ -89,6 +91,7 @@ class _TooLargeError(ConfigError):
 
 _REASONS: Final = (
     (_TooLargeError, "TOO_LARGE"),
+    (NoSpaceError, "NO_SPACE"),
     (NonFiniteError, "NONFINITE"),
     (AccessError, "FORBIDDEN"),
     (PeerError, "SUPERSEDED"),
@@ -105,13 +108,18 @@ class _Stream:
     """Where a stream of pushes is."""
 
     host: Host
-    identity: Identity
+    call: Call
     replies: _Replies
-    task: Any
     incoming: Incoming | None = None
     skip: int = 0  # bytes to come of a push that was refused already
     since: float = 0.0  # when that began
     sequence: int = 0  # of the push that is coming, or was last
+
+    @property
+    def seconds(self) -> float:
+        """How long the next message may be in coming."""
+        to_come = self.skip if self.incoming is None else self.incoming.nbytes
+        return time_left(self.since, self.host.settings.limits.push_s, to_come) if to_come else _IDLE_S
 
     def begin(self, incoming: Incoming) -> None:
         self.incoming = incoming
@@ -122,7 +130,6 @@ class _Stream:
         self.host.queued -= 1
 
     def close(self) -> None:
-        self.host.finished(self.task)
         if self.incoming is not None:
             self.end()
 
@@ -134,10 +141,10 @@ class Receiver:
         self._host = host
         self._rates: dict[str, _Bucket] = {}
 
-    async def replies(self, requests: Any, identity: Identity) -> AsyncIterator[Any]:
+    async def serve(self, call: Call) -> None:
         """Take the pushes of a stream, and answer each when it is safe."""
-        replies: _Replies = asyncio.Queue()
-        receiver = asyncio.ensure_future(self._receive(requests, identity, replies))
+        replies: _Replies = asyncio.Queue(_UNANSWERED)  # a worker that takes no answers sends no more pushes
+        receiver = asyncio.ensure_future(self._receive(call, replies))
         try:
             ended = False
             while not ended:
@@ -154,7 +161,7 @@ class Receiver:
                 for start in range(0, len(answers), _TOGETHER):
                     first, *more = (reply for reply, _ in answers[start : start + _TOGETHER])
                     first.more.extend(more)
-                    yield first
+                    await call.reply(first)
         finally:
             receiver.cancel()
 
@@ -174,24 +181,27 @@ class Receiver:
             _log.error("%s", error)
         return None if error is None else str(error)
 
-    async def _receive(self, requests: Any, identity: Identity, replies: _Replies) -> None:
+    async def _receive(self, call: Call, replies: _Replies) -> None:
         """Take the pushes of a stream, in their order, until one must be sent again later."""
-        stream = _Stream(self._host, identity, replies, asyncio.current_task())
+        stream = _Stream(self._host, call, replies)
         try:
-            async for message in requests:
+            while (message := await call.read(stream.seconds)) is not None:
                 self._host.metrics.count("received_bytes", len(message))
-                try:
-                    pushes = read_pushes(message)
-                    for header, data in pushes:
-                        if not await self._part(stream, header, data):
-                            return
-                    await asyncio.sleep(0)  # whoever sends the most does not keep the others waiting
-                except WireError as error:  # nothing after it can be made sense of
-                    replies.put_nowait((self._reply(stream.sequence, error), None))
-                    return
+                for header, data in read_pushes(message):
+                    if not await self._part(stream, header, data):
+                        return
+                await asyncio.sleep(0)  # whoever sends the most does not keep the others waiting
+            if stream.incoming is not None:
+                raise _RefusedError("INCOMPLETE", "the stream ended before all of the push had come: send it again.")
+        except LateError:
+            if stream.incoming is not None:
+                late = _RefusedError("INCOMPLETE", "the rest of the push did not come in time: send it again.")
+                await replies.put((self._reply(stream.sequence, late), None))
+        except GradwireError as error:  # nothing after it can be made sense of
+            await replies.put((self._reply(stream.sequence, error), None))
         finally:
             stream.close()
-            replies.put_nowait(None)
+            await replies.put(None)
 
     async def _part(self, stream: _Stream, header: Any | None, data: memoryview) -> bool:
         """Take a part; false if no more may come."""
@@ -200,15 +210,15 @@ class Receiver:
                 raise WireError("a push began inside another.")
             stream.sequence = header.sequence
             stream.since = time.monotonic()
-            refused = self._admit(header, stream.identity)
+            refused = self._admit(header, stream.call.identity)
             if refused is not None:
-                stream.replies.put_nowait((self._reply(header.sequence, refused), None))
+                await stream.replies.put((self._reply(header.sequence, refused), None))
                 stream.skip = max(0, sum(entry.length for entry in header.entries) - len(data))
                 return not isinstance(refused, _RefusedError)
             try:
                 stream.begin(Incoming.of(header, self._host.settings.limits))
             except ConfigError as error:
-                stream.replies.put_nowait((self._reply(header.sequence, error), None))
+                await stream.replies.put((self._reply(header.sequence, error), None))
                 return False
         elif stream.skip:
             stream.skip -= min(stream.skip, len(data))
@@ -219,12 +229,11 @@ class Receiver:
         assert incoming is not None
         incoming.frames.add(data)
         if not incoming.frames.complete:
-            self._host.unfinished(stream.task, stream.since, incoming.nbytes)
             return True
-        self._host.finished(stream.task)
-        stream.replies.put_nowait(await self._taken(incoming))
+        reply, receipt = await self._taken(incoming)
+        await stream.replies.put((reply, receipt))
         stream.end()
-        return True
+        return bool(reply.refusal != reply.NO_SPACE)  # those after it must not be applied before it is sent again
 
     def _admit(self, header: Any, identity: Identity) -> GradwireError | None:
         """Why a push is not to be received, if so: nothing has been allocated for it."""
@@ -246,6 +255,8 @@ class Receiver:
             return ConfigError("`gradients` must hold at least one tensor; got none.")
         if self._host.draining:
             return _RefusedError("DRAINING", "the server is about to end.")
+        if not self._host.store.room_for(total):
+            return _RefusedError("NO_SPACE", self._host.store.trouble)
         if self._host.queued >= limits.queue:
             return _RefusedError(
                 "FULL", f"{self._host.queued} pushes are being received already; at most {limits.queue} may."
@@ -284,10 +295,7 @@ class Receiver:
                 self._host.store.mode,
                 header.session,
             )
-            if incoming.nbytes <= _SMALL:
-                receipt = self._host.store.take(push, incoming.frames.checksums)
-            else:
-                receipt = await self._host.off_loop(self._host.store.take, push, incoming.frames.checksums)
+            receipt = await self._host.run(incoming.nbytes, self._host.store.take, push, incoming.frames.checksums)
         except GradwireError as error:
             return self._reply(header.sequence, error), None
         except Exception as error:  # a worker must be told, whatever it is

@@ -182,15 +182,15 @@ class Model:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take it back, into parameters of the same names and shapes."""
+        """Take it back, into parameters of the same names and shapes; its tensors are the model's from now on."""
         check_entries("parameters", state["parameters"], self.parameters)
         for name, tensor in state["parameters"].items():
             self.parameters[name].copy_(tensor)
         self.version, self.waiting = int(state["version"]), int(state["waiting"])
-        self._sums, self._counts = _cloned(state["sums"]), dict(state["counts"])
+        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
         if self._optimizer is not None:
             groups = self._optimizer.state_dict()["param_groups"]
-            told = {int(place): _cloned(each) for place, each in state["optimizer"].items()}
+            told = {int(place): dict(each) for place, each in state["optimizer"].items()}
             self._optimizer.load_state_dict({"state": told, "param_groups": groups})
 
 

@@ -16,13 +16,14 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from gradwire.coordinator.connections import Connections, allowed_connections
 from gradwire.coordinator.host import Host
 from gradwire.coordinator.protocol import grpc_module
-from gradwire.coordinator.protocol.parts import PART_BYTES, READ_CHUNKS
+from gradwire.coordinator.protocol.parts import PART_BYTES
 from gradwire.coordinator.rules import OptimizerFactory
 from gradwire.coordinator.service import Service
 from gradwire.coordinator.settings import ServeSettings, is_loopback
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, GradwireError
 from gradwire.telemetry import JsonLines, MetricsServer, Telemetry
 
 __all__ = ["Server", "serve"]
@@ -57,6 +58,7 @@ def serve(
 
 
 _RECORD_S: Final = 1.0
+_SWEEP_S: Final = 0.25
 
 
 class Server:
@@ -75,6 +77,7 @@ class Server:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: MetricsServer | None = None
+        self._failure: GradwireError | None = None
         folder = settings.run_dir
         self._telemetry = Telemetry(*([JsonLines(folder, "coordinator.jsonl")] if folder is not None else []))
         self.address = settings.address
@@ -83,9 +86,14 @@ class Server:
     def start(self) -> Server:
         """Begin to serve, on a thread."""
         ready: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main(ready)), daemon=True, name="gradwire-serve"
-        )
+
+        def work() -> None:
+            try:
+                asyncio.run(self._main(ready))
+            except GradwireError as error:
+                self._failure = error  # for stop to raise
+
+        self._thread = threading.Thread(target=work, daemon=True, name="gradwire-serve")
         self._thread.start()
         ready.result()
         return self
@@ -115,18 +123,7 @@ class Server:
             self._host.on_drain = ended.set
             service = Service(self._host)
             server = self._grpc.aio.server(
-                options=[
-                    ("grpc.max_receive_message_length", 2 * PART_BYTES),
-                    ("grpc.max_send_message_length", -1),
-                    ("grpc.max_metadata_size", 16_384),
-                    ("grpc.so_reuseport", 0),
-                    ("grpc.server_handshake_timeout_ms", int(1000 * self.settings.limits.push_s)),
-                    ("grpc.keepalive_time_ms", 60_000),
-                    ("grpc.keepalive_timeout_ms", 20_000),
-                    *READ_CHUNKS,
-                    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                ],
-                maximum_concurrent_rpcs=self.settings.limits.streams,
+                options=self._options(), maximum_concurrent_rpcs=self.settings.limits.streams
             )
             server.add_generic_rpc_handlers(service.handlers())
             port = self._bind(server)
@@ -139,18 +136,24 @@ class Server:
         except Exception as error:
             if server is not None:
                 await server.stop(None)
-            self._host.close()
+            with contextlib.suppress(GradwireError):  # what kept it from starting is the one to be raised
+                self._host.close()
             ready.set_exception(error)
             return
         self._say_who()
         ready.set_result(None)
-        watch = asyncio.ensure_future(self._host.watch())
-        records = asyncio.ensure_future(_record(self._telemetry, service))
+        limits = self.settings.limits
+        background = [
+            asyncio.ensure_future(self._host.deadlines.run(min(1.0, limits.push_s / 4, limits.call_s / 4))),
+            asyncio.ensure_future(_record(self._telemetry, service)),
+            asyncio.ensure_future(self._host.watch_disk()),
+            asyncio.ensure_future(self._sweep(port)),
+        ]
         await ended.wait()
-        while self._host.queued:  # those that stop in the middle are ended by the watch
+        while self._host.queued:  # those that stop in the middle are late in the end
             await asyncio.sleep(0.005)
-        watch.cancel()
-        records.cancel()
+        for each in background:
+            each.cancel()
         await server.stop(grace=1.0)
         self._telemetry.record("coordinator", **service.record())
         await asyncio.to_thread(self._telemetry.close)
@@ -158,17 +161,48 @@ class Server:
             await asyncio.to_thread(self._http.close)
         await asyncio.to_thread(self._host.close)
 
+    def _options(self) -> list[tuple[str, Any]]:
+        limits = self.settings.limits
+        return [
+            ("grpc.max_receive_message_length", 2 * PART_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", 16_384),
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", allowed_connections(limits.connections)),
+            ("grpc.max_concurrent_streams", limits.streams_per_address),
+            ("grpc.http2.bdp_probe", 0),  # it lets a stranger send megabytes before headers are looked at
+            ("grpc.http2.lookahead_bytes", 1024 * limits.read_ahead_kb),
+            ("grpc.server_handshake_timeout_ms", int(1000 * limits.call_s)),
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ]
+
+    async def _sweep(self, port: int) -> None:
+        """End the connections of strangers who stay for too long, or are too many."""
+        limits = self.settings.limits
+        connections = Connections(port, limits.connections, limits.connections_per_address, limits.call_s)
+        self._host.identified = connections.identified
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._host.metrics.count("ended_connections", await asyncio.to_thread(connections.sweep))
+
     def _start_telemetry(self) -> None:
         where = {"address": self.address, "pid": os.getpid()}
         self._telemetry.start(rank=0, ranks=1, codec="coordinator", gradwire=version("gradwire"), settings=where)
 
     def stop(self) -> None:
-        """Finish what is there, save, and end."""
+        """Finish what is there, save, and end; raises if the model cannot be saved, or a journal cannot be written."""
         if self._thread is None or self._loop is None:
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._host.drain)
         self._thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Server:
         return self

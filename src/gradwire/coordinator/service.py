@@ -1,32 +1,26 @@
-"""The calls of the coordinator's service, but for pushes."""
+"""The calls of the coordinator's service, except pushes."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version as installed
 from typing import Any
+
+from torch import Tensor
 
 from gradwire import wire
 from gradwire.api import decode_payload
 from gradwire.codecs import codec as make_codec
-from gradwire.coordinator.access import Identity
+from gradwire.coordinator.calls import Call, Calls
+from gradwire.coordinator.deadlines import time_left
 from gradwire.coordinator.host import Host
 from gradwire.coordinator.protocol import HEALTH, SERVICE, grpc_module, messages
-from gradwire.coordinator.protocol.parts import announced, parsed, parts, read_part
+from gradwire.coordinator.protocol.parts import announced, parts, read_part
 from gradwire.coordinator.push import exact
 from gradwire.coordinator.receiver import Incoming, Receiver
 from gradwire.coordinator.structure import Structure
-from gradwire.errors import (
-    AccessError,
-    ConfigError,
-    GradwireError,
-    NonFiniteError,
-    PeerError,
-    QueueFullError,
-    WireError,
-)
+from gradwire.errors import ConfigError, WireError
 from gradwire.wire import frame_pieces
 
 __all__ = ["Service"]
@@ -39,75 +33,32 @@ class Service:
         self._grpc = grpc_module()
         self._host = host
         self._receiver = Receiver(host)
+        self._calls = Calls(host)
 
     def handlers(self) -> tuple[Any, ...]:
         """What a server is given."""
-        grpc, known = self._grpc, messages()
-        unary = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._guarded(handler, request),
-                response_serializer=known[reply].SerializeToString,
-            )
-            for name, handler, request, reply in (
-                ("Describe", self._describe, "DescribeRequest", "Description"),
-                ("Manage", self._manage, "ManageRequest", "ManageReply"),
-                ("Status", self._status, "StatusRequest", "StatusReply"),
-            )
+        methods = {
+            "Describe": self._calls.handler(self._describe),
+            "Manage": self._calls.handler(self._manage, "admin"),
+            "Status": self._calls.handler(self._status, "read"),
+            "Push": self._calls.handler(self._receiver.serve, "push"),
+            "Pull": self._calls.handler(self._pull, "read"),
+            "SetModel": self._calls.handler(self._set_model),
         }
-        streams = {
-            "Push": grpc.stream_stream_rpc_method_handler(
-                self._push, response_serializer=known["PushReply"].SerializeToString
-            ),
-            "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
-            "SetModel": grpc.stream_unary_rpc_method_handler(
-                self._guarded(self._set_model), response_serializer=known["Description"].SerializeToString
-            ),
-        }
-        check = grpc.unary_unary_rpc_method_handler(
-            self._guarded(self._check_health, "HealthCheckRequest"),
-            response_serializer=known["HealthCheckResponse"].SerializeToString,
-        )
-        return (
-            grpc.method_handlers_generic_handler(SERVICE, {**unary, **streams}),
-            grpc.method_handlers_generic_handler(HEALTH, {"Check": check}),
-        )
+        generic = self._grpc.method_handlers_generic_handler
+        return generic(SERVICE, methods), generic(HEALTH, {"Check": self._calls.open(self._check_health)})
 
-    def _guarded(self, handler: Callable[[Any, Any], Any], kind: str = "") -> Callable[[Any, Any], Any]:
-        """A handler whose errors are answers; a request that is one message is parsed here, for it may be junk."""
+    async def _check_health(self, _: Any, context: Any) -> None:
+        """Answer for the server, whichever service is asked for: the request may be a stranger's, and is not read."""
+        status = "SERVING" if self._host.ready else "NOT_SERVING"
+        await context.write(messages()["HealthCheckResponse"](status=status).SerializeToString())
 
-        async def guarded(request: Any, context: Any) -> Any:
-            try:
-                return await handler(parsed(kind, request) if kind else request, context)
-            except GradwireError as error:
-                await self._abort(context, error)
-
-        return guarded
-
-    async def _abort(self, context: Any, error: GradwireError) -> None:
-        codes = self._grpc.StatusCode
-        code, reason = codes.INTERNAL, "FAILED"
-        if isinstance(error, AccessError):
-            code, reason = (codes.PERMISSION_DENIED if error.known else codes.UNAUTHENTICATED), "FORBIDDEN"
-        elif isinstance(error, QueueFullError):
-            code, reason = codes.RESOURCE_EXHAUSTED, "FULL"
-        elif isinstance(error, PeerError):
-            code, reason = codes.UNAVAILABLE, "DRAINING"
-        elif isinstance(error, ConfigError | WireError | NonFiniteError):
-            code, reason = codes.INVALID_ARGUMENT, "INVALID"
-        self._host.metrics.refused(reason)
-        await context.abort(code, str(error))
-
-    async def _check_health(self, request: Any, context: Any) -> Any:
-        if request.service not in ("", SERVICE):
-            await context.abort(self._grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
-        return messages()["HealthCheckResponse"](status="SERVING" if self._host.ready else "NOT_SERVING")
-
-    async def _describe(self, request: Any, context: Any) -> Any:
-        identity = self._host.identity(context)
+    async def _describe(self, call: Call) -> None:
+        request = await call.request("DescribeRequest")
         reply = self._description()
-        reply.identity = identity.name
+        reply.identity = call.identity.name
         reply.last_session = self._host.store.last_session(request.worker)
-        return reply
+        await call.reply(reply)
 
     def _description(self) -> Any:
         store = self._host.store
@@ -119,8 +70,8 @@ class Service:
                 reply.parameters.add(name=name, shape=list(tensor.shape), dtype=str(tensor.dtype).partition(".")[2])
         return reply
 
-    async def _manage(self, request: Any, context: Any) -> Any:
-        self._host.identity(context).check("admin")
+    async def _manage(self, call: Call) -> None:
+        request = await call.request("ManageRequest")
         reply = messages()["ManageReply"]()
         if request.mode:
             await self._host.off_loop(self._host.store.set_mode, request.mode)
@@ -130,13 +81,13 @@ class Service:
             await self._host.off_loop(self._host.snapshot)
         if request.drain:
             self._host.drain()
-        return reply
+        await call.reply(reply)
 
-    async def _status(self, request: Any, context: Any) -> Any:
-        self._host.identity(context).check("read")
+    async def _status(self, call: Call) -> None:
+        await call.request("StatusRequest")
         counts, store = self._host.metrics.counts, self._host.store
         model = None if store.empty else store.there()
-        return messages()["StatusReply"](
+        reply = messages()["StatusReply"](
             ready=self._host.ready,
             draining=self._host.draining,
             version=0 if model is None else model.version,
@@ -154,8 +105,10 @@ class Service:
             seconds=time.monotonic() - self._host.metrics.started,
             durability="" if store.folder is None else self._host.settings.durability.fsync,
             replayed=store.replayed,
-            gradwire=version("gradwire"),
+            gradwire=installed("gradwire"),
+            trouble=store.trouble,
         )
+        await call.reply(reply)
 
     def prometheus(self) -> str:
         """All counts, as Prometheus reads them."""
@@ -179,35 +132,27 @@ class Service:
 
     # Parameters.
 
-    async def _set_model(self, requests: Any, context: Any) -> Any:
-        identity = self._host.identity(context)
-        header, frames = None, None
-        task, since = asyncio.current_task(), time.monotonic()
-        self._host.unfinished(task, since, 0)
-        try:
-            async for message in requests:
-                first, data = read_part("ModelPart", message)
-                if first is not None:
-                    if first.only_if_empty and not self._host.store.empty:
-                        return self._description()
-                    identity.check("admin")
-                    header, frames = first, Incoming.of(first, self._host.settings.limits).frames
-                if frames is None:
-                    raise WireError("the first part has no header.")
-                frames.add(data)
-                self._host.unfinished(task, since, sum(map(len, frames.frames.values())))
-        except asyncio.CancelledError:  # by the watch, which has counted it
-            await context.abort(
-                self._grpc.StatusCode.INVALID_ARGUMENT, "the rest of the parameters did not come in time."
-            )
-        finally:
-            self._host.finished(task)
+    async def _set_model(self, call: Call) -> None:
+        header, frames, nbytes = None, None, 0
+        since = time.monotonic()
+        while (message := await call.read(time_left(since, self._host.settings.limits.push_s, nbytes))) is not None:
+            first, data = read_part("ModelPart", message)
+            if first is not None:
+                if first.only_if_empty and not self._host.store.empty:
+                    await call.reply(self._description())
+                    return
+                call.identity.check("admin")
+                incoming = Incoming.of(first, self._host.settings.limits)
+                header, frames, nbytes = first, incoming.frames, incoming.nbytes
+            if frames is None:
+                raise WireError("the first part has no header.")
+            frames.add(data)
         if header is None or frames is None or not frames.complete:
             raise WireError("parameters were announced, and did not come.")
         if header.structure not in ("tensor", "list", "dict"):
             raise ConfigError(f"`structure` must be tensor, list or dict; got {header.structure!r}.")
         await self._host.off_loop(self._replace, header.structure, frames.frames)
-        return self._description()
+        await call.reply(self._description())
 
     def _replace(self, structure: Structure, frames: Mapping[str, memoryview]) -> None:
         if not frames:
@@ -218,44 +163,37 @@ class Service:
             payload.check_finite()
             parameters[name] = decode_payload(payload)
         self._host.store.replace(parameters, structure)
-        self._host.copies.clear()
+        self._host.readers.copies.clear()
 
-    async def _push(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            identity = self._host.identity(context)
-            identity.check("push")
-        except GradwireError as error:
-            await self._abort(context, error)
-            return
-        async for reply in self._receiver.replies(requests, identity):
-            yield reply
-
-    async def _pull(self, request: Any, context: Any) -> AsyncIterator[bytes]:
-        try:
-            identity = self._host.identity(context)
-            identity.check("read")
-            asked = parsed("PullRequest", request)
-            stream = await self._host.off_loop(self._parameters, asked, identity)
-        except GradwireError as error:
-            await self._abort(context, error)
-            return
-        self._host.metrics.count("pulls")
-        for message in stream:
-            self._host.metrics.count("sent_bytes", len(message))
-            yield message
-
-    def _parameters(self, request: Any, identity: Identity) -> Iterator[bytes]:
+    async def _pull(self, call: Call) -> None:
+        request = await call.request("PullRequest")
         header = messages()["PullPart"].Header(structure=self._host.store.structure)
         plain = request.codec in ("", "none")
         if plain and request.HasField("since") and self._host.store.there().version == request.since:
             header.version, header.unchanged = request.since, True
-            return parts(header, ())
-        header.version, parameters = self._host.store.read()
-        if plain:
-            return parts(header, announced(header, {n: frame_pieces(exact(each)) for n, each in parameters.items()}))
-        if not request.reader:
-            raise ConfigError("`reader` must be a name: the server keeps track of what a reader has.")
-        identity.check_worker(request.reader)
-        sent = self._host.copies.send(request.reader, request.copy, parameters, make_codec(request.codec))
+            await self._send(call, parts(header, ()))
+            return
+        if not plain:
+            if not request.reader:
+                raise ConfigError("`reader` must be a name: the server keeps track of what a reader has.")
+            call.identity.check_worker(request.reader)
+        async with self._host.readers.reading(None if plain else request.reader) as (version, parameters, nbytes):
+            header.version = version
+            frames = await self._host.run(nbytes, self._frames_of, request, header, parameters)
+            await self._send(call, parts(header, announced(header, frames)))
+
+    def _frames_of(
+        self, request: Any, header: Any, parameters: Mapping[str, Tensor]
+    ) -> Mapping[str, Sequence[memoryview]]:
+        """What a reader is sent: exact parameters, or what brings the copy that it has to them."""
+        if request.codec in ("", "none"):
+            return {name: frame_pieces(exact(each)) for name, each in parameters.items()}
+        sent = self._host.readers.copies.send(request.reader, request.copy, parameters, make_codec(request.codec))
         header.copy, header.changes = sent.number, sent.changes
-        return parts(header, announced(header, sent.frames))
+        return sent.frames
+
+    async def _send(self, call: Call, stream: Iterator[bytes]) -> None:
+        self._host.metrics.count("pulls")
+        for message in stream:
+            self._host.metrics.count("sent_bytes", len(message))
+            await call.write(message)

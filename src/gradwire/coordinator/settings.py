@@ -43,17 +43,30 @@ class Limits:
 
     ``push_mb``: bytes of a push as it travels. ``pushes_per_s``: of a worker, on average; a burst of two seconds' worth
     is let through. ``workers``: how many names are kept track of. ``queue``: pushes that are being received or
-    applied. ``streams``: calls at a time. ``push_s``: how long a push may be in coming, beside a second for every
-    64 KiB. ``reader_mb``: copies of what readers have.
+    applied. ``push_s``: how long a push may be in coming, beside a second for every 64 KiB.
+
+    ``connections`` and ``streams``: connections and calls at a time, in all and per address. An eighth of the
+    connections may be strangers', whose caller is not identified yet. ``call_s``: how long a stranger may stay, and
+    how long the request of a call may be in coming or an answer in being taken. ``read_ahead_kb``: what a call may
+    send before it is read, a stranger's too. A push has at most a part of 1 MiB and so much under way: on a long link
+    raise it to bandwidth times delay.
+
+    ``reader_mb``: memory for readers, that is, copies of what they have, and parameters under way to them. None is
+    1024, or eight times the model if that is more.
     """
 
     push_mb: float = 1024.0
     pushes_per_s: float | None = None
     workers: int = 10_000
     queue: int = 256
-    streams: int = 1024
     push_s: float = 30.0
-    reader_mb: float = 1024.0
+    connections: int = 4096
+    connections_per_address: int = 2048
+    streams: int = 4096
+    streams_per_address: int = 2048
+    call_s: float = 10.0
+    read_ahead_kb: int = 256
+    reader_mb: float | None = None
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
@@ -68,12 +81,16 @@ class Durability:
 
     ``fsync="each"``: it survives a loss of power. ``"interval"``: one within ``interval_s`` of it may not. ``"off"``:
     it survives the end of the process, and not that of the machine. Without a ``folder`` nothing survives.
+
+    The model is saved, and a new journal begun, after ``snapshot_every`` pushes, or once the journal has more than
+    ``snapshot_mb``; unless given, that is four times the model, and at least 256.
     """
 
     folder: str | None = None
     fsync: Fsync = "each"
     interval_s: float = 0.05
     snapshot_every: int = 10_000
+    snapshot_mb: float | None = None
 
     def __post_init__(self) -> None:
         if self.folder == "":
@@ -82,6 +99,8 @@ class Durability:
             raise ConfigError(f"`interval_s` must be above 0; got {self.interval_s!r}.")
         if self.snapshot_every < 1:
             raise ConfigError(f"`snapshot_every` must be a whole number of at least 1; got {self.snapshot_every!r}.")
+        if self.snapshot_mb is not None and not self.snapshot_mb > 0:
+            raise ConfigError(f"`snapshot_mb` must be above 0; got {self.snapshot_mb!r}.")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Final
 __all__ = ["Lines"]
 
 _BLOCK: Final = 1 << 18  # a few milliseconds' worth: whoever waits for the reader waits for one block
-_LONGEST: Final = 1 << 23  # a longer line is nobody's record
+_LONGEST: Final = 1 << 22  # a longer line is nobody's record
 _HEAD: Final = 256
 
 
@@ -78,13 +78,12 @@ class Lines:
 
     def line_at(self, position: int) -> bytes:
         """The line that begins there; empty if there is none."""
-        length = 1 << 14
-        while True:
+        for length in (1 << 14, 1 << 17, _LONGEST + 1):
             data = self._read(position, length)
             end = data.find(b"\n")
-            if end >= 0 or len(data) < length or length > _LONGEST:
-                return data[:end] if end >= 0 else b""
-            length *= 8
+            if end >= 0 or len(data) < length:
+                break
+        return data[:end] if end >= 0 else b""
 
     def _no_end(self, data: bytes) -> list[tuple[int, bytes]]:
         self._waiting = len(data)

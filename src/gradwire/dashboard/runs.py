@@ -7,16 +7,21 @@ a length, for whoever shows them to escape; numbers are finite or NaN.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
 from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from pathlib import Path
+from sys import intern
 from typing import Any, Final
 
 from gradwire.dashboard.columns import CoordinatorTable, StepTable, number, whole
 from gradwire.dashboard.lines import Lines
+from gradwire.dashboard.room import FILES, Room, Share, cost_of, pruned
 from gradwire.errors import ConfigError
 
 __all__ = ["Coordinator", "Layer", "Rank", "Run"]
@@ -24,10 +29,18 @@ __all__ = ["Coordinator", "Layer", "Rank", "Run"]
 _RANK: Final = re.compile(r"rank-(\d{1,6})\.jsonl", re.ASCII)
 _COORDINATOR: Final = "coordinator.jsonl"
 _KEPT: Final = 500  # notes, plans, validations
+_LOOK_S: Final = 1.0  # for files that are new or have grown, while there is more to read
 _LAYERS: Final = 5000
 _HISTORY: Final = 200  # of a layer; then every second entry is given up
 _TEXT: Final = 2000  # characters of a string that is kept
+_NAME: Final = 300  # of a layer or a codec
+_RANKS: Final = 256  # of a note
+_NOTE: Final = 8 * _RANKS  # bytes of its ranks
+_LAYER: Final = 1000  # bytes, and its names
+_ENTRY: Final = 160  # bytes, of a layer's history
+_VALUES: Final = 400_000  # of a record: each takes about a hundred bytes once it is read
 _ANYWHERE: Final = 1 << 20  # a rank no file has
+_VALIDATION: Final = ("time", "step", "loss", "accuracy")
 
 _PARTS: Final = {
     "start": "about",
@@ -48,17 +61,16 @@ class Rank:
     """What one rank wrote: ``columns`` has a number a step, NaN where the record has none.
 
     >>> rank = Rank()
-    >>> len(rank.columns["loss"]), rank.last
+    >>> len(rank.columns["loss"]), rank.done
     (0, None)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share | None = None) -> None:
         self.start: dict[str, Any] = {}
         self.starts = 0
         self.done: dict[str, Any] | None = None
-        self.last: dict[str, Any] | None = None
         self.time = 0.0  # of its latest record
-        self.table = StepTable()
+        self.table = StepTable(share)
 
     @property
     def columns(self) -> dict[str, array[float]]:
@@ -73,8 +85,8 @@ class Coordinator:
     {}
     """
 
-    def __init__(self) -> None:
-        self.table = CoordinatorTable()
+    def __init__(self, share: Share | None = None) -> None:
+        self.table = CoordinatorTable(share)
         self.staleness: dict[int, float] = {}
 
     @property
@@ -95,13 +107,30 @@ class Layer:
     error: float
     residual: float
     history: list[tuple[int, float, float]] = field(default_factory=list)
+    share: Share = field(default_factory=lambda: Room().share(), repr=False, compare=False)
 
     def _remember(self, step: int) -> None:
         while self.history and self.history[-1][0] >= step:
             self.history.pop()
-        self.history.append((step, self.error, self.residual))
+            self.share.take_rows(-_ENTRY)
+        if self.share.take_rows(_ENTRY):
+            self.history.append((step, self.error, self.residual))
+        elif self.history:  # the latest counts
+            self.history[-1] = (step, self.error, self.residual)
         if len(self.history) > _HISTORY:
-            del self.history[-2::-2]
+            self.thin()
+
+    def nbytes(self) -> int:
+        """What its history takes."""
+        return _ENTRY * len(self.history)
+
+    def thin(self) -> int:
+        """Give up every second entry; how many bytes that were."""
+        before = len(self.history)
+        del self.history[-2::-2]
+        freed = _ENTRY * (before - len(self.history))
+        self.share.take_rows(-freed)
+        return freed
 
 
 class Run:
@@ -117,8 +146,9 @@ class Run:
     2.5
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, room: Room | None = None) -> None:
         self.folder = Path(folder)
+        self._share = (room or Room()).share()
         if not self.folder.is_dir():
             raise ConfigError(f"`RUN_DIR` must be the folder of a run; {str(folder)!r} is none.")
         self.name = self.folder.name or self.folder.resolve().name or str(self.folder)
@@ -127,6 +157,7 @@ class Run:
         self._clear()
 
     def _clear(self) -> None:
+        self._share.clear()
         self.ranks: dict[int, Rank] = {}
         self.notes: list[dict[str, Any]] = []
         self.drops: list[dict[str, Any]] = []
@@ -134,18 +165,33 @@ class Run:
         self.plans: list[dict[str, Any]] = []
         self.layout: dict[str, Any] | None = None
         self.layers: dict[str, Layer] = {}
-        self.coordinator = Coordinator()
+        self.coordinator = Coordinator(self._share)
         self.skipped = 0
         self.time = 0.0  # of the latest record
         self.dropped = 0  # of `drops`, with those that are no longer kept
         self._files: dict[int | None, Lines] = {}
         self._teller: dict[str, int] = {}  # whose layout, layers, ... are shown: those of the lowest rank
         self._noted: dict[tuple[Any, Any], dict[str, Any]] = {}
-        self._looked = False  # whether the sizes of files are known
+        self._looked = -math.inf  # when the sizes of files were looked at
 
     def poll(self, seconds: float = 0.2) -> bool:
         """Read what is new, for about so long at most; True if there is more to read."""
-        end = time.monotonic() + seconds
+        begun = time.monotonic()
+        end = begun + seconds
+        if not self._more or begun > self._looked + _LOOK_S:
+            self._look()
+            self._looked = time.monotonic()
+        while True:
+            waiting = [(rank, lines) for rank, lines in self._files.items() if lines.more]
+            for rank, lines in waiting:
+                self._read(rank, lines)
+                if time.monotonic() > end:
+                    return self._more
+            if not waiting:
+                return False
+
+    def _look(self) -> None:
+        """Find files that are new, have grown or were written anew."""
         self._find()
         if not all(lines.refresh() for lines in self._files.values()):
             self._clear()
@@ -153,20 +199,15 @@ class Run:
             self._find()
             for lines in self._files.values():
                 lines.refresh()
-        self._looked = True
-        while True:
-            waiting = [(rank, lines) for rank, lines in self._files.items() if lines.more]
-            for rank, lines in waiting:
-                self._read(rank, lines)
-                if time.monotonic() > end:
-                    return any(each.more for each in self._files.values())
-            if not waiting:
-                return False
+
+    @property
+    def _more(self) -> bool:
+        return any(lines.more for lines in self._files.values())
 
     @property
     def progress(self) -> float:
         """How much of the files has been read, from 0 to 1."""
-        if not self._looked:
+        if self._looked == -math.inf:
             return 0.0
         size = sum(lines.size for lines in self._files.values())
         return min(sum(lines.position for lines in self._files.values()) / size, 1.0) if size else 1.0
@@ -174,7 +215,7 @@ class Run:
     @property
     def reading(self) -> bool:
         """Whether there is more to read, as far as known."""
-        return not self._looked or any(lines.more for lines in self._files.values())
+        return self._looked == -math.inf or self._more
 
     @property
     def started(self) -> float:
@@ -211,15 +252,22 @@ class Run:
 
     def _find(self) -> None:
         try:
-            names = os.listdir(self.folder)
+            with os.scandir(self.folder) as entries:
+                found = nsmallest(FILES, self._new(entry.name for entry in entries))
         except OSError:
             return
+        for rank, name in found:
+            if self._share.take_file():
+                self._files[rank if rank >= 0 else None] = Lines(self.folder / name)
+                self.version += 1
+
+    def _new(self, names: Iterable[str]) -> Iterator[tuple[int, str]]:
+        """Files that are not read yet: their ranks, or -1, and names."""
         for name in names:
             match = _RANK.fullmatch(name)
             rank = int(match[1]) if match else None
             if (match or name == _COORDINATOR) and rank not in self._files:
-                self._files[rank] = Lines(self.folder / name)
-                self.version += 1
+                yield -1 if rank is None else rank, name
 
     def _read(self, rank: int | None, lines: Lines) -> None:
         skipped = lines.too_long
@@ -247,44 +295,72 @@ class Run:
             return self._take_coordinator(record, offset) if event == "coordinator" else True
         known = self.ranks.get(rank)
         if known is None:
-            known = self.ranks[rank] = Rank()
+            known = self.ranks[rank] = Rank(self._share)
         if at > known.time:
             known.time = at
         if event == "step":
             step = whole(record.get("step"))
             if step is None:
                 return False
-            known.table.add(step, record, offset)
-            known.last = record
-            return True
+            return known.table.add(step, record, offset)
         take = _TAKERS.get(event)
         return take is None or take(self, rank, known, record)
 
     def _take_coordinator(self, record: dict[str, Any], offset: int) -> bool:
-        self.coordinator.table.add(record, offset)
+        added = self.coordinator.table.add(record, offset)
         ages = record.get("staleness")
         if isinstance(ages, dict):
             counts = (
                 (age, number(count)) for age, count in list(ages.items())[:_LAYERS] if re.fullmatch(r"\d{1,9}", age)
             )
             self.coordinator.staleness = {int(age): count for age, count in counts if count >= 0}
-        return True
+        return added
+
+    def _kept(self, record: dict[str, Any], before: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """What can be kept of a record, in the place of another; None if there is no room."""
+        record = pruned(record)
+        more = cost_of(record) - (cost_of(before) if before else 0)
+        return record if self._share.take_record(more) else None
 
     def _take_start(self, number: int, rank: Rank, record: dict[str, Any]) -> bool:
-        rank.start, rank.done = record, None
         rank.starts += 1
-        return True
+        self._drop(rank.done)
+        rank.done = None
+        kept = self._kept(record, rank.start)
+        if kept is not None:
+            rank.start = kept
+        return kept is not None
 
     def _take_done(self, number: int, rank: Rank, record: dict[str, Any]) -> bool:
-        rank.done = record
+        kept = self._kept(record, rank.done)
+        # How it ended must be known.
+        rank.done = kept if kept is not None else {"status": _text(record.get("status"))[:_NAME]}
+        return kept is not None
+
+    def _drop(self, *records: dict[str, Any] | None) -> None:
+        """Give back the room of records that are no longer kept."""
+        self._share.take_record(-sum(cost_of(record) for record in records if record))
+
+    def _keep(self, records: list[dict[str, Any]], record: dict[str, Any], most: int = _KEPT) -> bool:
+        """Put a record behind others, of which the first go."""
+        record = pruned(record)
+        cost = cost_of(record)
+        while len(records) >= most or not self._share.take_record(cost):
+            if not records:
+                return False
+            self._drop(records.pop(0))
+        records.append(record)
         return True
 
     def _take_layout(self, number: int, rank: Rank, record: dict[str, Any]) -> bool:
         if not isinstance(record.get("buckets"), list):
             return False
-        if self._tells("layout", number):
-            self.layout = record
-        return True
+        if not self._tells("layout", number):
+            return True
+        kept = self._kept(record, self.layout)
+        if kept is not None:
+            self.layout = kept
+        return kept is not None
 
     def _take_quality(self, rank: int, _: Rank, record: dict[str, Any]) -> bool:
         step, layers = whole(record.get("step")), record.get("layers")
@@ -295,13 +371,14 @@ class Run:
         for name, told in layers.items():
             if not isinstance(told, dict):
                 return False
-            name = _text(name)
+            name = _text(name)[:_NAME]
             layer = self.layers.get(name)
             if layer is None:
-                if len(self.layers) >= _LAYERS:
+                if len(self.layers) >= _LAYERS or not self._share.take_record(_LAYER + 2 * cost_of(name)):
                     continue
-                layer = self.layers[name] = Layer("", 0.0, 0.0)
-            layer.codec = _text(told.get("codec"))
+                layer = self.layers[name] = Layer("", 0.0, 0.0, share=self._share)
+                self._share.add(layer)
+            layer.codec = intern(_text(told.get("codec"))[:_NAME])
             layer.error, layer.residual = number(told.get("error")), number(told.get("residual"))
             layer._remember(step)
         return True
@@ -309,19 +386,17 @@ class Run:
     def _take_plan(self, number: int, rank: Rank, record: dict[str, Any]) -> bool:
         if not isinstance(record.get("buckets", []), list):
             return False
-        if self._tells("plan", number):
-            _keep(self.plans, record, _KEPT // 5)
-        return True
+        return not self._tells("plan", number) or self._keep(self.plans, record, _KEPT // 5)
 
     def _take_validation(self, rank: int, _: Rank, record: dict[str, Any]) -> bool:
         step = whole(record.get("step"))
         if step is None:
             return False
-        if self._tells("validation", rank):
-            while self.validations and self.validations[-1]["step"] >= step:
-                self.validations.pop()
-            _keep(self.validations, record, 4 * _KEPT)
-        return True
+        if not self._tells("validation", rank):
+            return True
+        while self.validations and self.validations[-1]["step"] >= step:
+            self._drop(self.validations.pop())
+        return self._keep(self.validations, {name: record.get(name) for name in _VALIDATION}, 4 * _KEPT)
 
     def _take_note(self, rank: int, _: Rank, record: dict[str, Any]) -> bool:
         what = record.get("what")
@@ -330,22 +405,32 @@ class Run:
         key = (whole(record.get("step")), _text(what))
         note = self._noted.get(key)
         if note is None:
-            note = {"time": number(record.get("time")), "step": key[0], "what": key[1], "ranks": []}
-            if len(self.notes) == _KEPT:
-                self._noted.pop((self.notes[0]["step"], self.notes[0]["what"]), None)
-            _keep(self.notes, note)
+            note = {"time": number(record.get("time")), "step": key[0], "what": key[1]}
+            cost = 2 * cost_of(note) + _NOTE
+            while len(self.notes) >= _KEPT or not self._share.take_record(cost):
+                if not self.notes:
+                    return False
+                self._forget_note()
+            note["ranks"] = []
+            self.notes.append(note)
             self._noted[key] = note
-        if rank not in note["ranks"]:
+        if rank not in note["ranks"] and len(note["ranks"]) < _RANKS:
             note["ranks"].append(rank)
         return True
+
+    def _forget_note(self) -> None:
+        note = self.notes.pop(0)
+        self._noted.pop((note["step"], note["what"]), None)
+        del note["ranks"]
+        self._share.take_record(-(2 * cost_of(note) + _NOTE))
 
     def _take_drop(self, number: int, rank: Rank, record: dict[str, Any]) -> bool:
         if not isinstance(record.get("what"), str):
             return False
-        if self._tells("drop", number):
-            _keep(self.drops, record)
-            self.dropped += 1
-        return True
+        if not self._tells("drop", number):
+            return True
+        self.dropped += 1
+        return self._keep(self.drops, record)
 
     def _tells(self, event: str, rank: int) -> bool:
         """All ranks may tell the same: it is taken from the lowest that does."""
@@ -359,14 +444,15 @@ class Run:
 
     def _forget(self, event: str) -> None:
         if event == "quality":
+            for name, layer in self.layers.items():
+                self._share.forget(layer)
+                self._share.take_rows(-layer.nbytes())
+                self._share.take_record(-(_LAYER + 2 * cost_of(name)))
             self.layers.clear()
-        elif event == "drop":
-            self.drops.clear()
-            self.dropped = 0
-        elif event == "plan":
-            self.plans.clear()
-        elif event == "validation":
-            self.validations.clear()
+        elif event in (told := {"drop": self.drops, "plan": self.plans, "validation": self.validations}):
+            self._drop(*told[event])
+            told[event].clear()
+            self.dropped = 0 if event == "drop" else self.dropped
 
 
 _TAKERS: Final = {
@@ -382,16 +468,13 @@ _TAKERS: Final = {
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
+    if len(line) > _VALUES and line.count(b",") + line.count(b"[") + line.count(b"{") > _VALUES:
+        return None
     try:
         record = _decode(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
-
-
-def _keep(records: list[dict[str, Any]], record: dict[str, Any], most: int = _KEPT) -> None:
-    records.append(record)
-    del records[:-most]
 
 
 def _text(value: Any) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, Final
 
 from gradwire.dashboard import views
+from gradwire.dashboard.room import Room
 from gradwire.dashboard.runs import Run
 from gradwire.errors import ConfigError
 
@@ -31,15 +34,17 @@ def run_folders(folder: Path) -> list[Path]:
     if _is_run(folder):
         return [folder]
     try:
-        inside = [each for each in folder.iterdir() if each.is_dir() and _is_run(each)]
-        return sorted(inside, key=lambda each: (each.stat().st_mtime, each.name))[-_MOST:]
+        with os.scandir(folder) as entries:
+            inside = ((each.stat().st_mtime, each.name) for each in entries if each.is_dir() and _is_run(each.path))
+            return [folder / name for _, name in sorted(nlargest(_MOST, inside))]
     except OSError:
         return []
 
 
-def _is_run(folder: Path) -> bool:
+def _is_run(folder: str | Path) -> bool:
     try:
-        return any(each.suffix == ".jsonl" for each in folder.iterdir())
+        with os.scandir(folder) as entries:  # of millions only one is looked at
+            return any(each.name.endswith(".jsonl") for each in entries)
     except OSError:
         return False
 
@@ -59,6 +64,7 @@ class Store:
             if not folder.is_dir():
                 raise ConfigError(f"`RUN_DIR` must be a folder of a run, or of runs; {str(folder)!r} is none.")
         self._runs: dict[str, Run] = {}
+        self._room = Room()
         self._known: set[Path] = set()
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -83,7 +89,7 @@ class Store:
                 if place in self._known or len(self._known) >= _MOST:
                     continue
                 try:
-                    run = Run(found)
+                    run = Run(found, self._room)
                 except ConfigError:  # it is gone again
                     continue
                 self._known.add(place)

@@ -24,6 +24,7 @@ _ITEMS: Final = 1000  # of a list or an object that is passed on
 _DEPTH: Final = 8
 _RANKS: Final = 256  # shown
 _BARS: Final = 20_000  # of a timeline
+_NAME: Final = 300  # characters
 
 GROUPS: Final = {
     "loss": ("loss",),
@@ -81,9 +82,15 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def series(
-    run: Run, groups: Iterable[str], axis: str = "step", low: float = -math.inf, high: float = math.inf
+    run: Run,
+    groups: Iterable[str],
+    axis: str = "step",
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    points: int = POINTS,
 ) -> dict[str, Any]:
-    """The points of charts, at most about :data:`POINTS` each; a dent or a spike that lasts one step stays visible.
+    """The points of charts, at most about ``points`` each; a dent or a spike that lasts one step stays visible.
 
     ``low`` and ``high`` are in the unit of ``axis``: a part of the run in as many points as all of it.
     """
@@ -95,14 +102,14 @@ def series(
         along = np.array(rank.columns[AXES[axis]])
         first, last = np.searchsorted(along, low, "left"), np.searchsorted(along, high, "right")
         rows = slice(max(int(first) - 1, 0), int(last) + 1)
-    return {group: _group(rank, group, rows) for group in groups}
+    return {group: _group(rank, group, rows, points) for group in groups}
 
 
-def _group(rank: Rank, group: str, rows: slice) -> dict[str, Any]:
+def _group(rank: Rank, group: str, rows: slice, points: int) -> dict[str, Any]:
     if group not in GROUPS:
         raise ConfigError(f"`groups` must be of {', '.join(GROUPS)}; got {group!r}.")
     values = {name: _column(rank, name, rows) for name in GROUPS[group]}
-    shown = _sample(list(values.values()), POINTS)
+    shown = _sample(list(values.values()), points)
     along = {axis: np.array(rank.columns[column][rows])[shown] for axis, column in AXES.items()}
     return {name: _listed(column) for name, column in along.items()} | {
         "values": {name: _listed(column[shown]) for name, column in values.items()}
@@ -196,8 +203,13 @@ def _bars(rank: int, record: dict[str, Any], most: int) -> dict[str, Any]:
     fields = ("codec", "sent", "dense", "encode_s", "wire_s", "decode_s", "ready_s", "done_s")
     row = {name: number(record.get(name)) for name in ("step", "seconds", "compute_s", "exposed_s", "sent")}
     return _cleaned(
-        row | {"rank": rank, "buckets": [{name: each.get(name) for name in fields} for each in told[:most]]}
+        row | {"rank": rank, "buckets": [{name: _plain(each.get(name)) for name in fields} for each in told[:most]]}
     )
+
+
+def _plain(value: Any) -> Any:
+    """A number or a short text: a row of the timeline is of nothing else, and there are many."""
+    return value[:_NAME] if isinstance(value, str) else value if isinstance(value, int | float) else None
 
 
 def layers(run: Run) -> list[dict[str, Any]]:

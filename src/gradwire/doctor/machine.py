@@ -61,13 +61,17 @@ def _count(number: int, what: str) -> str:
 
 def _cache() -> Finding:
     folder = cache_folder()
+    fix = "export XDG_CACHE_HOME=$HOME/cache   # any folder of yours"
+    if folder is None:
+        fact = "this user has no home folder: what `auto` measures is measured again each time"
+        return Finding("cache", "warning", fact, fix="export XDG_CACHE_HOME=/path/to/a/folder   # any folder of yours")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
         fact = f"{folder} cannot be written ({error.strerror}): what `auto` measures is measured again each time"
-        return Finding("cache", "warning", fact, fix="export XDG_CACHE_HOME=$HOME/cache   # any folder of yours")
+        return Finding("cache", "warning", fact, fix=fix)
     return Finding("cache", "ok", f"{folder}, can be written")
 
 

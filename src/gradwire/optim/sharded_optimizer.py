@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,9 +16,11 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from gradwire.codecs import State
 from gradwire.collectives import agree
-from gradwire.collectives.peers import share, tell
+from gradwire.collectives.peers import share, tell, together
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.optim.bucket import Bucket
@@ -25,7 +28,7 @@ from gradwire.optim.configuration import ShardingConfiguration
 from gradwire.optim.elementwise import fractions_of, scope_of
 from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
-from gradwire.optim.sharded_state import check_state, cut, in_shape, joined
+from gradwire.optim.sharded_state import Piece, check_state, cut, in_shape, joined
 from gradwire.optim.wrapping import (
     check_parameters,
     check_wrapped,
@@ -70,6 +73,15 @@ class ShardTraffic:
         """Bytes sent over float32's; 0 if nothing has to be."""
         dense = self.dense_gradient_bytes + self.dense_weight_bytes
         return (self.gradient_bytes + self.weight_bytes) / dense if dense else 0.0
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What a rank is to take of the states it was given."""
+
+    settings: Mapping[str, Any]  # the state whose groups it takes
+    pieces: list[Piece]  # as :meth:`ShardedOptimizerBase._places_to_fill` has them
+    residuals: list[tuple[Tensor | None, list[State]]]  # by bucket: its owner's, and what the codec keeps
 
 
 class ShardedOptimizerBase(Optimizer):
@@ -142,11 +154,14 @@ class ShardedOptimizerBase(Optimizer):
         self._stop = False
         self.stop_agreed = False
         self._traffic = ShardTraffic(0, 0, 0, 0)
-        self._hooks = (
-            [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]  # type: ignore[no-untyped-call]
+        arrived = _without_keeping(self)  # parameters outlive the optimizer
+        hooks = (
+            [p.register_post_accumulate_grad_hook(arrived) for p in parameters]  # type: ignore[no-untyped-call]
             if config.auto_sync_gradients
             else []
         )
+        self._unhook = weakref.finalize(self, _remove, hooks)
+        self._unhook.atexit = False
         self._closed = False
         self._note_weights()
         self._begin()
@@ -712,10 +727,23 @@ class ShardedOptimizerBase(Optimizer):
         """Go on from this rank's state, or from the states of all ranks that were saved, if these were others.
 
         Every rank must call it. Weights are restored too. From the states of all ranks any number of ranks can go on,
-        at any stage: what compression has not sent yet is shared among them.
+        at any stage: what compression has not sent yet is shared among them. A state that one rank cannot take is an
+        error on all, and changes nothing.
         """
         self._check_open()
         states: list[Any] = list(state_dict) if isinstance(state_dict, list | tuple) else [state_dict]
+        chosen = together(self.peers, lambda: self._chosen(states), 2, "the loading of states")
+        agree(self.peers, f"the state of step {states[0]['step']}", 2)
+        self._adopt(chosen)
+        for bucket in self.buckets:
+            bucket.shard.step = int(states[0]["step"])
+        self.steps, self.skipped = int(states[0]["steps"]), int(states[0]["skipped"])
+        self._share_weights()
+        self._note_weights()
+        self._begin()
+
+    def _chosen(self, states: Sequence[Any]) -> _Chosen:
+        """Check states, and take out of them what is this rank's; nothing of the optimizer changes."""
         for state in states:
             check_state(state)
         shapes = self._shapes()
@@ -736,16 +764,14 @@ class ShardedOptimizerBase(Optimizer):
             )
         if same and not own:
             raise ConfigError(f"the state is of rank {states[0]['rank']}; this is rank {self.exchange.rank}.")
-        self._load_groups(own[0] if same else states[0])
-        self._load_pieces(joined(states) if not same else None, own[0] if same else None)
-        self._load_residuals(states, own[0] if same else None)
-        for bucket in self.buckets:
-            bucket.shard.step = int(states[0]["step"])
-        self.steps, self.skipped = int(states[0]["steps"]), int(states[0]["skipped"])
-        agree(self.peers, f"the state of step {self.rounds}", 2)
-        self._share_weights()
-        self._note_weights()
-        self._begin()
+        if len(states[0]["param_groups"]) != len(self.param_groups):
+            raise ConfigError(
+                f"the state has {len(states[0]['param_groups'])} parameter groups; this optimizer has "
+                f"{len(self.param_groups)}."
+            )
+        if same:
+            return _Chosen(own[0], self._own_pieces(own[0]), self._residuals(states, own[0]))
+        return _Chosen(states[0], self._cut_pieces(joined(states)), self._residuals(states, None))
 
     def _division(self) -> dict[str, Any]:
         return {"ranks": self.exchange.size, "stage": self.config.stage, "plan": self._plan_name()}
@@ -769,39 +795,74 @@ class ShardedOptimizerBase(Optimizer):
             for name in [name for name in group if name not in saved and name not in made_with and name != _INNER]:
                 del group[name]  # steps since then have added it
 
-    def _load_pieces(self, whole: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
+    def _places_to_fill(self) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
+        """Parameters, with the tensors that the wrapped optimizer has of them, and where these begin and end."""
         pieces = self._pieces()
-        self.wrapped.state.clear()
         for p in self._parameters:
-            place = self._places[id(p)]
             targets = [(p, 0, p.numel())] if self.config.stage == 0 else pieces.get(id(p), [])
-            saved = {piece["first"]: piece for piece in own["pieces"].get(str(place), [])} if own is not None else {}
             for target, first, last in targets:
-                piece = saved[first] if whole is None else cut(whole[str(place)], first, last, target.shape)
-                p.detach().view(-1)[first:last] = piece["weights"]
-                if self.config.stage > 0:
-                    truth = piece["master"] if piece["master"] is not None else piece["weights"]
-                    target.detach().view(-1).copy_(truth.reshape(-1))
-                if piece["state"]:
-                    self.wrapped.state[target] = unpacked(piece["state"], target.device)
+                yield p, target, first, last
 
-    def _load_residuals(self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None) -> None:
+    def _own_pieces(self, own: Mapping[str, Any]) -> list[Piece]:
+        saved = {(place, piece["first"]): piece for place, pieces in own["pieces"].items() for piece in pieces}
+        found = []
+        for p, _, first, last in self._places_to_fill():
+            place = str(self._places[id(p)])
+            piece = saved.get((place, first))
+            if piece is None or piece["last"] != last:
+                raise ConfigError(f"the state lacks the elements {first} to {last} of parameter {place}.")
+            found.append(piece)
+        return found
+
+    def _cut_pieces(self, whole: Mapping[str, Any]) -> list[Piece]:
+        return [
+            cut(whole[str(self._places[id(p)])], first, last, target.shape)
+            for p, target, first, last in self._places_to_fill()
+        ]
+
+    def _adopt(self, chosen: _Chosen) -> None:
+        self._load_groups(chosen.settings)
+        for bucket, (residual, kept) in zip(self.buckets, chosen.residuals, strict=True):
+            bucket.shard.abort()
+            bucket.owned_residual, bucket.shard.states = residual, kept
+        self.wrapped.state.clear()
+        for (p, target, first, last), piece in zip(self._places_to_fill(), chosen.pieces, strict=True):
+            p.detach().view(-1)[first:last] = piece["weights"]
+            if self.config.stage > 0:
+                truth = piece["master"] if piece["master"] is not None else piece["weights"]
+                target.detach().view(-1).copy_(truth.reshape(-1))
+            if piece["state"]:
+                self.wrapped.state[target] = unpacked(piece["state"], target.device)
+
+    def _residuals(
+        self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None
+    ) -> list[tuple[Tensor | None, list[State]]]:
+        """By bucket: what its owner has not sent, and what the codec keeps."""
         if own is None and any(each for state in states for each in state["codec_states"]):
             raise ConfigError(
                 "the state of this codec cannot be divided anew; use one with error feedback, or without."
             )
+        if own is not None and len(own["codec_states"]) != len(self.buckets):
+            raise ConfigError(
+                f"the state has {len(own['codec_states'])} buckets; this optimizer has {len(self.buckets)}."
+            )
         places = {key: str(place) for key, place in self._places.items()}
+        found: list[tuple[Tensor | None, list[State]]] = []
         for number, bucket in enumerate(self.buckets):
-            bucket.shard.abort()
+            kept, owned = bucket.shard.states, bucket.owned_residual
             if own is not None and own["codec_states"][number]:
-                bucket.shard.states = [_on(bucket.device, state) for state in own["codec_states"][number]]
-            if bucket.owned_residual is not None:
-                bucket.owned_residual = torch.zeros_like(bucket.owned_residual)
-            if own is not None and bucket.owned_residual is not None:
-                parts = [own["owned"][places[id(bucket.parameters[place])]]["residual"] for place, _ in bucket.own]
-                bucket.owned_residual = torch.cat([torch.empty(0), *parts])
-            residual = bucket.shard.states[0].get("residual") if len(bucket.shard.states) == 1 else None
+                kept = [_on(bucket.device, state) for state in own["codec_states"][number]]
+            if owned is not None:
+                owned = torch.zeros_like(owned)
+            if own is not None and owned is not None:
+                parts = [own["owned"].get(places[id(bucket.parameters[place])]) for place, _ in bucket.own]
+                lengths = [part.stop - part.start for _, part in bucket.own]
+                if [part and part["residual"].numel() for part in parts] != lengths:
+                    raise ConfigError("the state lacks residuals of this rank's own pieces, or has others.")
+                owned = torch.cat([torch.empty(0), *(part["residual"] for part in parts)])
+            residual = kept[0].get("residual") if len(kept) == 1 else None
             if not isinstance(residual, Tensor):
+                found.append((owned, kept))
                 continue
             fresh = torch.zeros_like(residual)
             for place, (start, stop) in enumerate(pairwise(bucket.held.starts)):
@@ -815,7 +876,8 @@ class ShardedOptimizerBase(Optimizer):
                         piece = state["owned"][key]
                         first = start + piece["first"]
                         fresh[first : first + piece["residual"].numel()] += piece["residual"].to(fresh.device)
-            bucket.shard.states = [{"residual": fresh}]
+            found.append((owned, [{"residual": fresh}]))
+        return found
 
     def _share_exact_weights(self) -> None:
         """Every rank's own slices, as its optimizer has them, to everybody."""
@@ -879,12 +941,7 @@ class ShardedOptimizerBase(Optimizer):
         """
         states = self._everyones_states()
         own = states[self.exchange.rank]
-        self._load_groups(states[0])
-        whole = joined(states)
-        for each in whole.values():
-            each["weights"] = each["weights"].clone()
-        self._load_pieces(whole, None)
-        self._load_residuals(states, own)
+        self._adopt(_Chosen(states[0], self._cut_pieces(joined(states)), self._residuals(states, own)))
         self._share_weights()
         self._note_weights()
 
@@ -957,9 +1014,23 @@ class ShardedOptimizerBase(Optimizer):
         """End the connections."""
         if not self._closed:
             self._closed = True
-            for hook in self._hooks:
-                hook.remove()
+            self._unhook()
             self.exchange.close()
+
+
+def _without_keeping(optimizer: ShardedOptimizerBase) -> Callable[[Tensor], None]:
+    known = weakref.ref(optimizer)
+
+    def arrived(parameter: Tensor) -> None:
+        if (there := known()) is not None:
+            there._arrived(parameter)
+
+    return arrived
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ the pieces of all ranks are whole parameters, from which any other division can 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.errors import ConfigError
 
-__all__ = ["check_state", "cut", "in_shape", "joined"]
+__all__ = ["Piece", "check_state", "cut", "in_shape", "joined"]
 
 Piece = dict[str, Any]  # first, last, weights, master (or None), state
 
@@ -29,7 +29,7 @@ def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     whole: dict[str, dict[str, Any]] = {}
     undivided = bool(states[0].get("undivided", states[0]["stage"] == 0))
     for key, shape in states[0]["shapes"].items():
-        numel = math.prod(shape)
+        numel = prod(shape)
         pieces = [piece for state in states for piece in state["pieces"].get(key, [])]
         if states[0]["stage"] == 0:
             pieces = pieces[:1]  # all ranks have the same: the first one's counts
@@ -108,7 +108,7 @@ def in_shape(state: Any, shape: Sequence[int]) -> Any:
     """The state of a parameter with its flat tensors in the parameter's shape."""
     if isinstance(state, Mapping):
         return {name: in_shape(each, shape) for name, each in state.items()}
-    flat = isinstance(state, Tensor) and state.dim() == 1 and state.numel() == math.prod(shape)
+    flat = isinstance(state, Tensor) and state.dim() == 1 and state.numel() == prod(shape)
     return state.reshape(tuple(shape)) if flat else state
 
 
@@ -133,3 +133,58 @@ def check_state(state: Any) -> None:
         raise ConfigError(f"a state must have 'more' of type Mapping; got {type(state['more']).__name__}.")
     if state["format"] != 1:
         raise ConfigError(f"a state must be of format 1; got {state['format']}: it was saved by another version.")
+    for name in ("rank", "ranks", "stage", "step", "steps", "skipped"):
+        if not _is_count(state[name]):
+            raise ConfigError(f"a state must have a whole number of 0 or more as {name!r}; got {state[name]!r:.80}.")
+    sizes = {key: _numel(shape) for key, shape in state["shapes"].items()}
+    for name, is_valid in {
+        "param_groups": all(isinstance(each, Mapping) for each in state["param_groups"]),
+        "shapes": None not in sizes.values(),
+        "pieces": all(_are_pieces(each, sizes.get(key)) for key, each in state["pieces"].items()),
+        "residuals": all(_is_flat(each, sizes.get(key)) for key, each in state["residuals"].items()),
+        "owned": all(_is_owned(each, sizes.get(key)) for key, each in state["owned"].items()),
+        "codec_states": all(
+            isinstance(each, list) and all(isinstance(kept, Mapping) for kept in each) for each in state["codec_states"]
+        ),
+    }.items():
+        if not is_valid:
+            raise ConfigError(f"a state must come from state_dict() or serialize(); its {name!r} does not.")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _numel(shape: Any) -> int | None:
+    """Elements of a tensor of that shape; None if it is no shape."""
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+        return None
+    return prod(shape)
+
+
+def _is_flat(value: Any, numel: int | None) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and list(value.shape) == [numel]
+
+
+def _are_pieces(pieces: Any, numel: int | None) -> bool:
+    return isinstance(pieces, list) and numel is not None and all(_is_piece(each, numel) for each in pieces)
+
+
+def _is_piece(piece: Any, numel: int) -> bool:
+    if not isinstance(piece, Mapping) or not {"first", "last", "weights", "master", "state"} <= set(piece):
+        return False
+    first, last, master = piece["first"], piece["last"], piece["master"]
+    if not (_is_count(first) and _is_count(last) and first <= last <= numel and isinstance(piece["state"], Mapping)):
+        return False
+    return _is_flat(piece["weights"], last - first) and (master is None or _is_flat(master, last - first))
+
+
+def _is_owned(piece: Any, numel: int | None) -> bool:
+    if not isinstance(piece, Mapping) or numel is None or not _is_count(piece.get("first")):
+        return False
+    residual = piece.get("residual")
+    return (
+        isinstance(residual, Tensor)
+        and _is_flat(residual, residual.numel())
+        and (piece["first"] + residual.numel() <= numel)
+    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from math import inf
-from typing import Any, Final
+from types import NoneType
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from gradwire.errors import ConfigError
 from gradwire.planner.cost import Cost, Link, Machine, Prediction, predict_step, pure_times
 from gradwire.planner.probe import Network
 from gradwire.planner.trial import Trial, sample_of
-from gradwire.reducer import FEW, is_large
+from gradwire.reducer import FEW, worth_encoding
 from gradwire.wire import TensorSpec
 
 __all__ = ["CANDIDATES", "DENSE", "DOUBT", "Bucket", "Plan", "PlannedBucket", "Situation", "choose", "plan_of", "safer"]
@@ -44,7 +45,7 @@ _WORTH: Final = 0.01  # of a step: less is not worth a plan that differs from bu
 class Bucket:
     """Gradients that are handed over together."""
 
-    names: tuple[str, ...]  # of the large tensors
+    names: tuple[str, ...]  # of the tensors that are worth a codec
     numels: tuple[int, ...]
     small_names: tuple[str, ...] = ()  # of vectors and small tensors, which travel in float32
     small: int = 0  # elements of those
@@ -52,7 +53,7 @@ class Bucket:
     @classmethod
     def of(cls, names: Sequence[str], parameters: Mapping[str, Tensor]) -> Bucket:
         """The bucket of some parameters."""
-        large = tuple(name for name in names if is_large(parameters[name]))
+        large = tuple(worth_encoding(names, parameters))
         small = tuple(name for name in names if name not in large)
         numels = tuple(parameters[name].numel() for name in large)
         return cls(large, numels, small, sum(parameters[name].numel() for name in small))
@@ -225,14 +226,33 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The plan of a text; :class:`~gradwire.errors.ConfigError` if it is none."""
         try:
-            told: dict[str, Any] = json.loads(text)
-            network = {name: link and Link(**link) for name, link in told.pop("network").items()}
-            buckets = tuple(PlannedBucket(**each) for each in told.pop("buckets"))
-            return cls(
-                **told | {"buckets": buckets, "network": Network(**network), "machine": Machine(**told["machine"])}
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"a plan must be what to_json() made; got {text[:80]!r} ({error}).") from None
+            plan: Plan = _built(cls, json.loads(text))
+            for what in set(plan.methods.values()):
+                method(what)
+        except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
+            raise ConfigError(f"a plan must be what to_json() made; got {text[:80]!r} ({error!s:.200}).") from None
+        return plan
+
+
+def _built(kind: Any, told: Any) -> Any:
+    """A value of a type of :class:`Plan`'s fields out of JSON; TypeError if it is of another."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        if not isinstance(told, dict) or not set(told) <= set(hints):
+            raise TypeError(f"no {kind.__name__}")
+        return kind(**{name: _built(hints[name], each) for name, each in told.items()})
+    arguments = get_args(kind)
+    if NoneType in arguments:
+        return None if told is None else _built(arguments[0], told)
+    if get_origin(kind) is tuple and isinstance(told, list):
+        return tuple(_built(arguments[0], each) for each in told)
+    if get_origin(kind) is dict and isinstance(told, dict):
+        return {key: _built(arguments[1], each) for key, each in told.items()}
+    if kind is float and type(told) in (int, float):
+        return float(told)
+    if kind in (int, str) and type(told) is kind:
+        return told
+    raise TypeError(f"{told!r:.40} is no {kind}")
 
 
 @dataclass

@@ -77,13 +77,11 @@ class Telemetry:
         if not isinstance(quality_every, int) or quality_every < 0:
             raise ConfigError(f"`quality_every` must be a whole number of steps, 0 for never; got {quality_every!r}.")
         self.quality_every = quality_every
-        self._sinks: list[Sink] = [_sink(each) for each in sinks]
-        self._queue: queue.SimpleQueue[Record | Callable[[], Record | None] | threading.Event | None]
-        self._queue = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self.busy_s = 0.0
-        """Seconds of the processor that the thread of the sinks has used so far."""
+        self._writer = _Writer([_sink(each) for each in sinks])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_writer"):  # not after a bad argument
+            self._writer.end()
 
     @classmethod
     def of(cls, what: Telemetry | str | Path | None) -> Telemetry | None:
@@ -102,27 +100,25 @@ class Telemetry:
     @property
     def started(self) -> bool:
         """Whether :meth:`start` was called."""
-        return self._thread is not None
+        return self._writer.started
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the processor that the thread of the sinks has used so far."""
+        return self._writer.busy_s
 
     def start(self, *, rank: int, ranks: int, **facts: Any) -> None:
         """Begin: ``facts`` are the codec, the number of parameters and of steps, settings, whatever is to be known."""
-        if self._closed:
+        if self._writer.ended:
             raise ConfigError("close() was called: there can be no more records.")
-        if self._thread is not None:
+        if self.started:
             raise ConfigError("this Telemetry belongs to a training already: each needs its own.")
-        first = {"event": "start", "time": time.time(), "rank": rank, "ranks": ranks, **facts}
-        self._sinks = [sink for sink in self._sinks if sink.every_rank or rank == 0]
-        for sink in self._sinks:
-            sink.open(first)  # here, so that a folder that cannot be written is an error and not a line in a log
-        self._thread = threading.Thread(target=self._run, name="gradwire-telemetry", daemon=True)
-        self._thread.start()
-        _open.add(self)
-        self._queue.put(first)
+        self._writer.start({"event": "start", "time": time.time(), "rank": rank, "ranks": ranks, **facts})
 
     def record(self, event: str, **fields: Any) -> None:
         """Hand a record over; docs/telemetry.md lists those that others understand. Ignored before :meth:`start`."""
-        if self._thread is not None and not self._closed:
-            self._queue.put({"event": event, "time": time.time(), **fields})
+        if self.started:
+            self._writer.put({"event": event, "time": time.time(), **fields})
 
     def step(self, step: int, *, loss: float | None = None, **fields: Any) -> None:
         """A step was taken; ``fields`` as far as they are known: seconds, sent, received, dense, compute_s, ..."""
@@ -132,25 +128,18 @@ class Telemetry:
 
     def later(self, make: Callable[[], Record | None]) -> None:
         """Have a record made on the thread of the sinks: for what takes time to find out."""
-        if self._thread is not None and not self._closed:
-            self._queue.put(make)
+        if self.started:
+            self._writer.put(make)
 
     def flush(self) -> None:
         """Wait until all that was recorded so far is with the sinks."""
-        if self._thread is not None and self._thread.is_alive():
-            done = threading.Event()
-            self._queue.put(done)
-            done.wait(_PATIENCE_S)
+        self._writer.flush()
 
     def close(self, status: str = "done", what: str = "") -> None:
         """End: a last record says how it went."""
-        if self._closed:
-            return
-        self.record("done", status=status, what=what)
-        self._closed = True
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(_PATIENCE_S)
+        if not self._writer.ended:
+            self._writer.end(status, what)
+            self._writer.join()
 
     def __enter__(self) -> Telemetry:
         return self
@@ -160,6 +149,54 @@ class Telemetry:
             self.close()
         else:
             self.close("failed", _words(error))
+
+
+_Item: TypeAlias = Record | Callable[[], Record | None] | threading.Event | None
+
+
+class _Writer:
+    """The sinks and their thread, which must not keep the telemetry alive: it ends when the telemetry goes."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.ended, self.busy_s = False, 0.0
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
+
+    def start(self, first: Record) -> None:
+        self._sinks = [sink for sink in self._sinks if sink.every_rank or first["rank"] == 0]
+        for sink in self._sinks:
+            sink.open(first)  # here, so that a folder that cannot be written is an error and not a line in a log
+        self._thread = threading.Thread(target=self._run, name="gradwire-telemetry", daemon=True)
+        self._thread.start()
+        _open.add(self)
+        self._queue.put(first)
+
+    def put(self, item: Record | Callable[[], Record | None]) -> None:
+        if not self.ended:
+            self._queue.put(item)
+
+    def flush(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            done = threading.Event()
+            self._queue.put(done)
+            done.wait(_PATIENCE_S)
+
+    def end(self, status: str = "done", what: str = "") -> None:
+        if self.ended:
+            return
+        self.ended = True
+        if self.started:
+            self._queue.put({"event": "done", "time": time.time(), "status": status, "what": what})
+            self._queue.put(None)
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
 
     def _run(self) -> None:
         held = math.inf  # since when sinks may hold something back
@@ -173,16 +210,22 @@ class Telemetry:
                 continue
             if item is None:
                 break
-            if isinstance(item, threading.Event):
-                self._tell("flush")
-                item.set()
-                continue
-            record = self._made(item) if callable(item) else item
-            if record is not None:
-                self._tell("write", record)
+            if self._take(item):
                 held = min(held, time.monotonic())
-            self.busy_s = time.thread_time()
+            del item  # it may know gradients, which must not live until the next one comes
         self._tell("close")
+
+    def _take(self, item: Record | Callable[[], Record | None] | threading.Event) -> bool:
+        """Do what was asked for; whether there was something to write."""
+        if isinstance(item, threading.Event):
+            self._tell("flush")
+            item.set()
+            return False
+        record = self._made(item) if callable(item) else item
+        if record is not None:
+            self._tell("write", record)
+        self.busy_s = time.thread_time()
+        return record is not None
 
     def _made(self, make: Callable[[], Record | None]) -> Record | None:
         try:
@@ -211,14 +254,15 @@ def _sink(what: Sink | str | Path) -> Sink:
     return what
 
 
-_open: weakref.WeakSet[Telemetry] = weakref.WeakSet()
+_open: weakref.WeakSet[_Writer] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     error = getattr(sys, "last_value", None)  # what ended the program, if something did
-    for telemetry in list(_open):
-        telemetry.close(*(("done",) if error is None else ("failed", _words(error))))
+    for writer in list(_open):
+        writer.end(*(("done",) if error is None else ("failed", _words(error))))
+        writer.join()
 
 
 def as_number(name: str, value: Any) -> float:

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Final
 
 from gradwire.errors import ConfigError
 
 __all__ = ["MetricsServer"]
+
+_CONNECTIONS: Final = 32
+
+
+class _Server(ThreadingHTTPServer):
+    """A server whose connections are few: a new one beyond the limit ends the oldest."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[Any, None] = {}  # in the order of their coming
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            oldest = next(iter(self._open)) if len(self._open) == _CONNECTIONS else None
+            self._open.pop(oldest, None)
+            self._open[request] = None
+        if oldest is not None:
+            with contextlib.suppress(OSError):  # it has just ended
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: the caller is gone, or was ended."""
 
 
 class MetricsServer:
@@ -46,10 +80,9 @@ class MetricsServer:
                 pass
 
         try:
-            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+            self._server = _Server((host.strip("[]"), int(port)), Handler)
         except OSError as error:
             raise ConfigError(f"`{argument}` {address} cannot be had: {error.strerror or error}.") from None
-        self._server.daemon_threads = True
         self.address = f"{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="gradwire-metrics")
         self._thread.start()

@@ -1,0 +1,257 @@
+"""Callers that take what a server has, without a token or with one: they get little of it, and not for long.
+
+``GRADWIRE_STRANGERS=1100`` for as many of them as descriptors that a server has by default.
+"""
+
+import contextlib
+import os
+import queue
+import resource
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradwire
+from gradwire import CoordinatorClient, QueueFullError, ServeSettings
+from gradwire.coordinator.access import new_token, token_hash
+from gradwire.coordinator.connection import Credentials
+from gradwire.coordinator.connections import Connections, _Connection
+from gradwire.coordinator.protocol import messages, method
+from gradwire.coordinator.protocol.parts import part
+from gradwire.coordinator.settings import Limits
+from tests.coordinator.http2 import RawConnection
+
+grpc = pytest.importorskip("grpc")
+
+STRANGERS = int(os.environ.get("GRADWIRE_STRANGERS", "150"))
+DESCRIPTORS = STRANGERS - 76  # that a server may have: fewer than there are strangers
+SIZE = 20_000  # numbers of the model
+PULL = bytes(5)  # a message without bytes: exact parameters
+PROGRAM = """
+import resource, sys, torch
+from gradwire.coordinator.server import Server
+from gradwire.coordinator.settings import load_settings
+model = {"w": torch.zeros(int(sys.argv[2]))}
+Server(load_settings(sys.argv[1]), parameters=model).run(lambda s: print(s.address, s.metrics_address, flush=True))
+"""
+
+
+class Served:
+    """A server in a process of its own, with a worker that has a token."""
+
+    def __init__(self, folder, *, limits="", durability="", size=SIZE, descriptors=None, open_to_all=False):
+        self.token = new_token()
+        worker = f'[[workers]]\nname = "w"\ntoken_sha256 = "{token_hash(self.token)}"\nroles = ["push", "read"]\n'
+        settings = Path(folder) / "serve.toml"
+        settings.write_text(
+            f'address = "127.0.0.1:0"\nmetrics = "127.0.0.1:0"\n[limits]\n{limits}\n[durability]\n{durability}\n'
+            + ("" if open_to_all else worker)
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(settings), str(size)],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: descriptors and resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors)),
+        )
+        self.address, self.metrics = self.process.stdout.readline().split()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def client(self, **settings):
+        credentials = Credentials(token=self.token)
+        return CoordinatorClient(self.address, codec="none", credentials=credentials, **{"retry_s": 30, **settings})
+
+    @property
+    def metadata(self):
+        return (("authorization", f"Bearer {self.token}"),)
+
+    @property
+    def resident_mb(self):
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def ready(self):
+        try:
+            with urllib.request.urlopen(f"http://{self.metrics}/ready", timeout=30) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+
+@contextlib.contextmanager
+def connections(address, count, token=None):
+    made = [RawConnection(address, token) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+@contextlib.contextmanager
+def room_for(descriptors):
+    """Descriptors for this process, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, descriptors), hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def gone(made, seconds):
+    """How many of these connections the server has ended within so many seconds."""
+    end = time.monotonic() + seconds
+    left = list(made)
+    while left and time.monotonic() < end:
+        left = [each for each in left if not each.ended(0.01)]
+    return len(made) - len(left)
+
+
+def test_silent_connections_do_not_stop_pushes_or_the_journal(tmp_path):
+    """More strangers than the server has descriptors: journals are begun, snapshots saved, pushes acknowledged."""
+    kept = f'folder = "{tmp_path / "store"}"\nsnapshot_every = 5'
+    with (
+        room_for(STRANGERS + 200),
+        Served(tmp_path, durability=kept, limits="call_s = 2", descriptors=DESCRIPTORS) as server,
+    ):
+        with server.client() as client, connections(server.address, STRANGERS) as strangers:
+            for _ in range(30):
+                client.add_gradients({"w": torch.ones(SIZE)})
+                time.sleep(0.02)
+            assert client.read()[0] == 30
+            assert server.ready() == 200
+            assert gone(strangers, 30) == STRANGERS
+            client.add_gradients({"w": torch.ones(SIZE)})
+        with server.client() as late:
+            assert late.read()[0] == 31
+
+
+def test_an_identified_connection_may_be_idle_and_a_stranger_s_may_not(tmp_path):
+    with Served(tmp_path, limits="call_s = 0.5") as server, server.client(retry_s=0.1) as client:
+        client.read()
+        with connections(server.address, 2) as strangers:
+            for each in strangers:
+                each.call("Describe")  # without a token: an answer is no identity
+            assert gone(strangers, 20) == 2
+        with connections(server.address, 1, server.token) as workers:
+            stream = workers[0].call("Describe")
+            workers[0].send(stream, bytes(5))
+            time.sleep(1.5)
+            assert gone(workers, 0.1) == 0
+        client.read()  # on the connection of before: it would be tried again for too short a time
+
+
+def test_limits_of_connections_are_for_each_address_and_for_all():
+    """Of strangers the oldest end first, of an address that has too many the newest."""
+    guard, now = Connections(1, most=80, most_per_address=16, stranger_s=1000), time.monotonic()
+    ours = {f"a{n}": _Connection(f"10.0.0.1 {n}", now + n) for n in range(10)}
+    ours |= {f"b{n}": _Connection(f"10.0.0.2 {n}", now + n, known=True) for n in range(18)}
+    ours |= {"c": _Connection("10.0.0.3 1", now)}
+    assert set(guard._surplus(ours)) == {*(f"a{n}" for n in range(8)), "b16", "b17"}
+    many = {f"{host}": _Connection(f"10.0.1.{host} 1", now + host) for host in range(12)}
+    assert set(guard._surplus(many)) == {"0", "1"}
+
+
+def test_calls_whose_request_never_comes_hold_no_place(tmp_path):
+    """Without a token a call is refused before its request; with one it has ``call_s``."""
+    count = STRANGERS
+    with Served(tmp_path, limits=f"streams = {count - 20}\ncall_s = 1") as server, server.client() as client:
+        for token, status in ((None, "UNAUTHENTICATED"), (server.token, "ABORTED")):
+            metadata = () if token is None else server.metadata
+            with grpc.insecure_channel(server.address) as channel:
+                waiting = queue.SimpleQueue()
+                call = channel.stream_unary(method("Describe"))
+                held = [call.future(iter(waiting.get, None), metadata=metadata, timeout=60) for _ in range(count // 2)]
+                begin = time.monotonic()
+                assert {each.code().name for each in held} == {status}
+                assert time.monotonic() - begin < 20
+                for _ in held:
+                    waiting.put(None)
+            client.add_gradients({"w": torch.ones(SIZE)})
+
+
+def test_requests_that_stop_just_short_of_the_limit_take_no_memory(tmp_path):
+    """64 KiB of a stranger at most: a request is read after its caller was identified."""
+    almost = part(None, bytes((2 << 20) - 100))
+    almost = b"\0" + len(almost).to_bytes(4, "big") + almost[:-50]
+    with Served(tmp_path) as server, server.client() as client:
+        client.add_gradients({"w": torch.ones(SIZE)})
+        before = server.resident_mb
+        with connections(server.address, STRANGERS) as strangers:
+            for each in strangers:
+                with contextlib.suppress(OSError):  # the server has ended it
+                    each.send(each.call("Push"), almost, seconds=0.02)
+                    each.send(each.call("Status"), almost, seconds=0.02)
+            assert server.resident_mb - before < 10 + STRANGERS / 16
+            client.add_gradients({"w": torch.ones(SIZE)})
+
+
+def test_parameters_that_are_not_taken_are_bounded(tmp_path):
+    """Readers of one version share a copy of the parameters, and wait when there is no room for another."""
+    readers, size, most = max(40, STRANGERS // 5), 2_000_000, 64
+    with Served(tmp_path, size=size, limits=f"reader_mb = {most}") as server, server.client() as client:
+        client.read()
+        before = server.resident_mb
+        largest = before
+        with connections(server.address, readers, server.token) as held:
+            for number, each in enumerate(held):
+                each.send(each.call("Pull"), PULL)
+                if number % 8 == 0:  # another version for those that come
+                    client.add_gradients({"w": torch.ones(size)})
+                largest = max(largest, server.resident_mb)
+            assert largest - before < most + 60
+        client.read()
+
+
+def test_a_reader_that_takes_nothing_is_ended(tmp_path):
+    with Served(tmp_path, limits="reader_mb = 0.001\ncall_s = 1") as server, server.client() as client:
+        with connections(server.address, 1, server.token) as (held,):
+            held.send(held.call("Pull"), PULL)
+            held.ended(0.5)  # it takes what its window lets through, and says no more
+            client.read()  # for which there is no room before
+
+
+def test_a_reader_for_which_there_is_no_room_waits_and_is_then_refused():
+    limits = Limits(reader_mb=1.0, call_s=1.0)
+    with gradwire.serve(
+        ServeSettings(address="127.0.0.1:0", limits=limits), parameters={"w": torch.zeros(3_000_000)}
+    ) as server:
+        with connections(server.address, 1) as (held,), CoordinatorClient(server.address, retry_s=0.5) as client:
+            held.send(held.call("Pull"), PULL)
+            while not server._host.readers.nbytes:
+                time.sleep(0.01)
+            with pytest.raises(QueueFullError, match=r"readers have taken 14 MB, and may take 1: .*`reader_mb`"):
+                client.read()
+        with CoordinatorClient(server.address) as client:
+            client.read()
+        assert server._host.readers.nbytes == 0
+
+
+def test_whoever_takes_no_answers_is_ended(tmp_path):
+    """Refused pushes are answered; a worker that does not read the answers is not read any more, and ended."""
+    header = messages()["PushPart"].Header(worker="stranger")  # not its name: refused
+    small = part(header, b"")
+    message = small + b"".join(b"\x1a" + bytes([len(small)]) + small for _ in range(64))
+    message = b"\0" + len(message).to_bytes(4, "big") + message
+    with Served(tmp_path, limits="call_s = 1") as server, server.client() as client:
+        client.read()
+        before = server.resident_mb
+        with connections(server.address, 1, server.token) as (held,):
+            stream = held.call("Push")
+            end = time.monotonic() + 40
+            while time.monotonic() < end and (sent := held.send(stream, message * 200, seconds=3)):
+                assert server.resident_mb - before < 40
+            assert sent == 0
+        client.read()

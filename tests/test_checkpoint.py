@@ -1,0 +1,89 @@
+"""Checkpoints that cannot be written or loaded: one kind of error, on every rank at once, and nothing left behind."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests.workers.checkpoints import MARKERS
+from tests.workers.ranks import said, without_error
+
+pytestmark = pytest.mark.timeout(600)
+
+KINDS = ("stage 0", "stage 1", "stage 2", "compression", "replica")
+TIMES = int(os.environ.get("GRADWIRE_FOREIGN_STATES", "15"))  # of each kind
+SOON_S = 15  # a rank that waits for others does so for 20 s
+
+
+def can_mount(folder):
+    if os.geteuid() != 0:
+        return False
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4096", "tmpfs", folder], capture_output=True)
+    return mounted.returncode == 0 and subprocess.run(["umount", folder], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    disk = folder / "disk"
+    disk.mkdir()
+    cases = {
+        ("no space", where): ("no_space", {"folder": f"{folder}/{where}", "where": where})
+        for where in ("COMPLETE", "rank-00001")
+    }
+    if can_mount(disk):
+        cases["full disk"] = ("full_disk", {"folder": f"{folder}/full", "disk": str(disk)})
+    cases["markers"] = ("markers", {"folder": f"{folder}/markers"})
+    for seed, kind in enumerate(KINDS):
+        how = {"folder": f"{folder}/{kind}", "kind": kind, "seed": seed, "times": TIMES}
+        cases["foreign", kind] = ("foreign", how)
+    return said(folder, cases, 2, "tests.workers.checkpoints")
+
+
+@pytest.mark.parametrize("where", ["COMPLETE", "rank-00001"])
+def test_no_space_is_an_error_on_every_rank_at_once_and_leaves_nothing(two, where):
+    for answer in without_error(two["no space", where]):
+        kind, words, seconds = answer["said"]
+        assert kind == "CheckpointError"
+        assert where in words
+        assert "No space left on device" in words
+        assert seconds < SOON_S
+        assert answer["left"] == []
+        assert answer["again"]
+
+
+def test_a_disk_that_is_full_before_the_marker(two):
+    if "full disk" not in two:
+        pytest.skip("a disk of a size of our own needs the right to mount one")
+    for answer in without_error(two["full disk"]):
+        kind, words, seconds = answer["said"]
+        assert (kind, answer["left"]) == ("CheckpointError", [])
+        assert "COMPLETE cannot be written" in words
+        assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("name", [*MARKERS, "a pipe", "a folder", "a loop", "100 MB"])
+def test_a_malformed_marker_is_named_on_every_rank(two, name):
+    for answer in without_error(two["markers"]):
+        kind, words, seconds = answer[name]
+        assert kind == "CheckpointError", (name, words)
+        assert "COMPLETE" in words
+        assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_foreign_state_is_refused_on_every_rank(two, kind):
+    ranks = two["foreign", kind]
+    assert all(isinstance(answer, list) for answer in ranks), ranks
+    refused = 0
+    for one, other in zip(*ranks, strict=True):
+        assert one[2] == other[2], (one, other)
+        assert one[2] in ("", "CheckpointError"), one
+        if one[2]:
+            refused += 1
+            assert all(".safetensors" in each[3] or "step-" in each[3] for each in (one, other)), (one, other)
+            assert max(one[4], other[4]) < SOON_S, (one, other)
+            if kind.startswith("stage"):
+                assert one[5], one
+                assert other[5], other
+    assert refused > TIMES / 4
