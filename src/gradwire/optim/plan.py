@@ -48,11 +48,10 @@ class Plan:
         gradients = weights = 0
         for each in self.buckets:
             for other, where in enumerate(each.slices):
-                spec = TensorSpec((where.stop - where.start,))
                 if other != rank:
-                    gradients += each.gradients.layout(spec).nbytes + each.note_bytes + 1
+                    gradients += _payload_bytes(each.gradients, where) + each.note_bytes + 1
                 else:
-                    weights += (len(each.slices) - 1) * each.weights.layout(spec).nbytes
+                    weights += (len(each.slices) - 1) * _payload_bytes(each.weights, where)
         return gradients, weights
 
     def dense_bytes(self, rank: int) -> tuple[int, int]:
@@ -65,15 +64,18 @@ class Plan:
         return gradients, weights
 
     def keeps(self, ratio: float, *, gradients: bool = True, weights: bool = True) -> bool:
-        """Whether no rank sends more than that part of float32's bytes: of gradients, and of weights."""
-        return all(
-            sent <= ratio * dense
-            for rank in range(len(self.buckets[0].slices))
-            for asked, sent, dense in zip(
-                (gradients, weights), self.sent_bytes(rank), self.dense_bytes(rank), strict=True
-            )
-            if asked
-        )
+        """Whether no rank sends more than that part of float32's bytes: of gradients, and of weights.
+
+        A rank that owns every element sends flags instead of gradients, where float32 would send nothing: these bytes
+        count with its weights.
+        """
+        for rank in range(len(self.buckets[0].slices)):
+            (sent, sent_back), (dense, dense_back) = self.sent_bytes(rank), self.dense_bytes(rank)
+            if not dense:
+                sent, sent_back = 0, sent_back + (sent if gradients else 0)
+            if (gradients and sent > ratio * dense) or (weights and sent_back > ratio * dense_back):
+                return False
+        return True
 
     def error(self) -> float:
         """What encoding loses of all elements, on average."""
@@ -160,6 +162,11 @@ def make_plan(
         )
     least = min(plan.error() for plan in fitting)
     return next(plan for plan in fitting if plan.error() <= _AS_GOOD * least)
+
+
+def _payload_bytes(what: Codec, where: slice) -> int:
+    """Of a slice; an empty one is not encoded."""
+    return what.layout(TensorSpec((where.stop - where.start,))).nbytes if where.stop > where.start else 0
 
 
 def _largest(

@@ -116,6 +116,7 @@ def optimize(optimizer: ShardedOptimizerBase, data: OptimizationData) -> Optimiz
     validations: list[tuple[int, float]] = []
     sent = dense = 0
     started, ended = time.perf_counter(), "steps" if data.steps is not None else "epochs"
+    optimizer.train()
     with _Progress(data, optimizer) as progress:
         for batch in _batches(data, optimizer, length):
             optimizer.zero_grad()
@@ -130,8 +131,10 @@ def optimize(optimizer: ShardedOptimizerBase, data: OptimizationData) -> Optimiz
             progress.tell(losses[-1])
             stop = data.on_step is not None and data.on_step(optimizer.rounds, losses[-1]) is True
             if data.validate is not None and optimizer.rounds % data.validate_every == 0:
+                optimizer.eval()
                 with torch.no_grad():
                     value = float(data.validate(data.model))
+                optimizer.train()
                 validations.append((optimizer.rounds, value))
                 best, stale = (value, 0) if value < best else (best, stale + 1)
                 stop |= data.patience is not None and stale >= data.patience

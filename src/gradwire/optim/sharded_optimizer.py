@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,16 +20,24 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.codecs import State
 from gradwire.collectives import agree
-from gradwire.collectives.peers import tell, together
+from gradwire.collectives.peers import share, tell, together
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.optim.bucket import Bucket
 from gradwire.optim.configuration import ShardingConfiguration
-from gradwire.optim.elementwise import is_elementwise_optimizer
+from gradwire.optim.elementwise import fractions_of, scope_of
 from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
-from gradwire.optim.sharded_state import Piece, check_state, cut, joined
-from gradwire.optim.wrapping import check_parameters, check_wrapped, load_groups, parameters_of
+from gradwire.optim.sharded_state import Piece, check_state, cut, in_shape, joined
+from gradwire.optim.wrapping import (
+    check_parameters,
+    check_wrapped,
+    has_other_groups,
+    load_groups,
+    packed,
+    parameters_of,
+    unpacked,
+)
 from gradwire.sharding import ProcessGroupExchange, Stragglers, clip_norm, clip_value, global_norm
 from gradwire.sharding.shard import NONFINITE, STOP, norm_tag, whole_tag
 from gradwire.tree import from_bytes, to_bytes
@@ -36,6 +46,13 @@ __all__ = ["ShardTraffic", "ShardedOptimizerBase"]
 
 _STATES: Final = 1 << 16  # beyond the places of parameters
 _INNER: Final = "params"
+_MEASURED: Final = 6  # a tag below those of steps; the next one is used as well
+_COMPARISON: Final = "the comparison of parameter groups"
+_SWITCHED: Final = 5
+_WHOLE_MODEL: Final = (
+    "looks at the gradients of the whole model at once, and above stage 0 each rank has only a part of them: "
+    "use ShardingConfiguration(stage=0)."
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,7 @@ class ShardTraffic:
 class _Chosen:
     """What a rank is to take of the states it was given."""
 
+    settings: Mapping[str, Any]  # the state whose groups it takes
     pieces: list[Piece]  # as :meth:`ShardedOptimizerBase._places_to_fill` has them
     residuals: list[tuple[Tensor | None, list[State]]]  # by bucket: its owner's, and what the codec keeps
 
@@ -90,6 +108,8 @@ class ShardedOptimizerBase(Optimizer):
         if isinstance(wrapped_optimizer, ShardedOptimizerBase):
             raise ConfigError("`wrapped_optimizer` is sharded already: wrap it once.")
         check_wrapped("wrapped_optimizer", wrapped_optimizer)
+        if isinstance(wrapped_optimizer, torch.optim.SparseAdam):
+            raise ConfigError("`wrapped_optimizer` must take dense gradients; got SparseAdam.")
         config = config if config is not None else ShardingConfiguration()
         if not isinstance(config, ShardingConfiguration):
             raise ConfigError(f"`config` must be a ShardingConfiguration; got {type(config).__name__}.")
@@ -104,10 +124,17 @@ class ShardedOptimizerBase(Optimizer):
             [{**group, _INNER: list(group[_INNER])} for group in wrapped_optimizer.param_groups],
             dict(wrapped_optimizer.defaults),
         )
-        self.state = wrapped_optimizer.state
+        self._share_groups()
+        scope = scope_of(wrapped_optimizer) if config.stage > 0 else "model"
+        if config.stage > 0 and scope == "model":
+            raise ConfigError(f"`wrapped_optimizer`, {self._kind}, {_WHOLE_MODEL}")
+        if config.stage > 0 and has_other_groups(wrapped_optimizer):
+            raise ConfigError(
+                f"`wrapped_optimizer`, {self._kind}, steps other optimizers, which have parameter groups of their own: "
+                "above stage 0 they would not get what a rank owns. Use ShardingConfiguration(stage=0)."
+            )
         self.whole = config.stage > 0 and (
-            config.partition == "tensors"
-            or (config.partition == "auto" and not is_elementwise_optimizer(wrapped_optimizer))
+            config.partition == "tensors" or (config.partition == "auto" and scope == "tensors")
         )
         self.exchange = ProcessGroupExchange.of(config.process_group, timeout_s=config.timeout_s)
         self.plan = self._make_plan()
@@ -119,6 +146,7 @@ class ShardedOptimizerBase(Optimizer):
         ]
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         self._move_states()
+        self._made_with, self._more_made_with = self._settings(), self._more()
         self.steps = 0  # that all ranks have taken
         self.skipped = 0  # because of NaN or Inf
         self._syncing, self._flags, self._gathered = True, 0, False
@@ -138,6 +166,44 @@ class ShardedOptimizerBase(Optimizer):
         self._note_weights()
         self._begin()
         self._ready = True
+
+    # Both optimizers have the same groups and the same state: what a step, a scheduler or a user changes in the groups
+    # of one is changed in the other's, and nothing has to be carried over.
+
+    def _share_groups(self) -> None:
+        self.param_groups, self.state = self.wrapped.param_groups, self.wrapped.state
+
+    @contextmanager
+    def _inside(self) -> Iterator[Optimizer]:
+        """The wrapped optimizer, with what lives here in its groups in place of whole parameters."""
+        whole = [group[_INNER] for group in self.wrapped.param_groups]
+        if len(whole) != len(self._pieces_of_groups):
+            raise ConfigError("parameters were added to a sharded optimizer: wrap it after you have added them.")
+        if self.config.stage == 0:
+            yield self.wrapped
+            return
+        for group, pieces in zip(self.wrapped.param_groups, self._pieces_of_groups, strict=True):
+            group[_INNER] = pieces
+        try:
+            yield self.wrapped
+        finally:
+            for group, parameters in zip(self.wrapped.param_groups, whole, strict=True):
+                group[_INNER] = parameters
+
+    @property
+    def _kind(self) -> str:
+        return type(self.wrapped).__name__
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Of every group."""
+        return [{name: value for name, value in group.items() if name != _INNER} for group in self.param_groups]
+
+    def _more(self) -> dict[str, Any]:
+        """What the wrapped optimizer saves beside its groups and the state of parameters."""
+        with self._inside() as wrapped:
+            return {
+                name: value for name, value in wrapped.state_dict().items() if name not in ("state", "param_groups")
+            }
 
     # Setting up.
 
@@ -177,10 +243,9 @@ class ShardedOptimizerBase(Optimizer):
     def _agree(self) -> None:
         """On everything sizes depend on; and begin with the same weights, which are the first rank's."""
         shapes = [(*p.shape, p.dtype) for p in self._parameters]
-        groups = [{k: v for k, v in group.items() if k != _INNER} for group in self.wrapped.param_groups]
-        config = self.config
+        groups, config = self._settings(), self.config
         line = (
-            f"{type(self.wrapped).__name__}, {self._what_travels()}, stage {config.stage}, seed {config.seed}, "
+            f"{self._kind}, {self._what_travels()}, stage {config.stage}, seed {config.seed}, "
             f"nonfinite {config.nonfinite}, clip_norm {config.clip_norm}, clip_value {config.clip_value}, "
             f"{len(shapes)} parameters with checksum {crc32(repr((shapes, groups)).encode()):08x}, "
             f"plan with checksum {crc32(repr(self.plan).encode()):08x}"
@@ -208,14 +273,17 @@ class ShardedOptimizerBase(Optimizer):
 
     def _move_states(self) -> None:
         """Give the wrapped optimizer the pieces that live here instead of parameters, and what it knows of them."""
+        pieces = self._pieces()
+        self._pieces_of_groups = [
+            [piece for p in group[_INNER] for piece, _, _ in pieces.get(id(p), [])] for group in self.param_groups
+        ]
         if self.config.stage == 0:
             return
-        old, pieces = dict(self.wrapped.state), self._pieces()
+        old = dict(self.wrapped.state)
         self.wrapped.state.clear()
-        for group in self.wrapped.param_groups:
-            group[_INNER] = [piece for p in group[_INNER] for piece, _, _ in pieces.get(id(p), [])]
         for p in self._parameters:
-            whole = {"shape": list(p.shape), "weights": p.detach().view(-1), "master": None, "state": old.get(p, {})}
+            whole = {"shape": list(p.shape), "weights": p.detach().view(-1), "master": None, "state": old.get(p, {}),
+                     "undivided": True}  # fmt: skip
             for piece, first, last in pieces.get(id(p), []):
                 if p in old:
                     self.wrapped.state[piece] = cut(whole, first, last, piece.shape)["state"]
@@ -428,6 +496,8 @@ class ShardedOptimizerBase(Optimizer):
         self._count(published=True)
         self._note_weights()
         self._begin()
+        if self.steps == 1:
+            self._warn_of_what_cannot_be_saved()
 
     def _clip(self) -> None:
         if self.config.clip_value is not None:
@@ -438,23 +508,42 @@ class ShardedOptimizerBase(Optimizer):
     def _step_pieces(self) -> None:
         for bucket in self.buckets:
             bucket.give_gradients()
-        self._copy_hyperparameters()
-        self.wrapped.step()
+        # In steps 1, 2, 4 and so on; late ranks would keep the others waiting.
+        checked = not self.steps & (self.steps + 1) and self.stragglers.policy is None
+        before = [fractions_of(group) for group in self.param_groups] if checked else []
+        with self._inside() as wrapped:
+            wrapped.step()
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 piece.grad = None
+        if checked:
+            self._check_measured(before)
+
+    def _check_measured(self, before: Sequence[Mapping[str, float]]) -> None:
+        """Raise if a step has measured something of the parameters that live here, and keeps it in its groups.
+
+        All ranks would need the same number. That the wrapped optimizer is one of those was not seen when it was tried.
+        """
+        mine = {
+            f"{name!r} of group {number}": value
+            for number, (group, old) in enumerate(zip(self.param_groups, before, strict=True))
+            for name, value in fractions_of(group).items()
+            if name not in old or (value != old[name] and not math.isnan(value))
+        }
+        everyones = [json.loads(text) for text in share(self.peers, json.dumps(mine), _MEASURED, _COMPARISON)]
+        for name in dict.fromkeys(name for each in everyones for name in each):
+            values = {rank: each[name] for rank, each in enumerate(everyones) if name in each}
+            if len(set(values.values())) > 1:
+                said = ", ".join(f"{value:g} on rank {rank}" for rank, value in values.items())
+                raise ConfigError(f"step {self.rounds}: {self._kind} has set {name} to {said}. It {_WHOLE_MODEL}")
 
     def _step_replicated(self) -> None:
         for bucket in self.buckets:
             for bit, parameter in enumerate(bucket.parameters):
                 if not bucket.note >> bit & 1:
                     parameter.grad = None
-        self._copy_hyperparameters()
-        self.wrapped.step()
-
-    def _copy_hyperparameters(self) -> None:
-        for mine, inner in zip(self.param_groups, self.wrapped.param_groups, strict=True):
-            inner.update({name: value for name, value in mine.items() if name != _INNER})
+        with self._inside() as wrapped:
+            wrapped.step()
 
     def _tell_scaler(self, bad: bool) -> None:
         """What one rank found all scalers must know, or their scales drift apart."""
@@ -502,6 +591,38 @@ class ShardedOptimizerBase(Optimizer):
         for bucket in self.buckets:
             bucket.shard.fetch_late(bucket.held)
 
+    # Training and evaluation, of optimizers that train with other weights than they evaluate.
+
+    def train(self, mode: bool = True) -> None:
+        """Let the wrapped optimizer put its weights for training into the model, if it has a method ``train``.
+
+        Every rank must call it, between steps. The same holds for :meth:`eval`.
+        """
+        self._switch("train" if mode else "eval")
+
+    def eval(self) -> None:
+        """Let the wrapped optimizer put its weights for evaluation into the model, if it has a method ``eval``."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        self._check_open()
+        switch = getattr(self.wrapped, mode, None)
+        if not callable(switch):
+            return
+        self._follow_weights()
+        settings, versions = repr(self._settings()), self._inner_versions()
+        with self._inside():
+            switch()
+        changed = settings != repr(self._settings()) or versions != self._inner_versions()
+        if self.config.stage > 0 and "1" in tell(self.peers, str(int(changed)), _SWITCHED, f"the call of {mode}()"):
+            self._share_exact_weights()
+        self._note_weights()
+
+    def _inner_versions(self) -> list[int]:
+        with self._inside() as wrapped:
+            return [p._version for group in wrapped.param_groups for p in group[_INNER]]
+
     # Its state, which goes out and comes in.
 
     def state_dict(self) -> dict[str, Any]:
@@ -514,9 +635,9 @@ class ShardedOptimizerBase(Optimizer):
             raise ConfigError("save the state between steps: gradients of this one have been sent.")
         places = {key: str(place) for key, place in self._places.items()}
         groups, at = [], 0
-        for group in self.param_groups:
+        for group, settings in zip(self.param_groups, self._saved_settings(), strict=True):
             count = len(group[_INNER])
-            groups.append({**{k: v for k, v in group.items() if k != _INNER}, _INNER: list(range(at, at + count))})
+            groups.append({**settings, _INNER: list(range(at, at + count))})
             at += count
         residuals: dict[str, Tensor] = {}
         owned: dict[str, dict[str, Any]] = {}
@@ -538,12 +659,14 @@ class ShardedOptimizerBase(Optimizer):
             "rank": self.exchange.rank,
             "ranks": self.exchange.size,
             "stage": self.config.stage,
-            "wrapped": type(self.wrapped).__name__,
+            "undivided": self.config.stage == 0 or self.whole,
+            "wrapped": self._kind,
             "plan": self._plan_name(),
             "step": self.buckets[0].shard.step,
             "steps": self.steps,
             "skipped": self.skipped,
             "param_groups": groups,
+            "more": packed(self._more(), f"{self._kind}.state_dict()", self._more_made_with),
             "shapes": self._shapes(),
             "pieces": {places[key]: pieces for key, pieces in self._saved_pieces().items()},
             "residuals": residuals,
@@ -557,11 +680,31 @@ class ShardedOptimizerBase(Optimizer):
     def _plan_name(self) -> str:
         return f"{crc32(repr(self.plan).encode()):08x}"
 
+    def _saved_settings(self) -> list[dict[str, Any]]:
+        places = enumerate(zip(self._settings(), self._made_with, strict=True))
+        return [packed(now, f"{self._kind}.param_groups[{place}]", before) for place, (now, before) in places]
+
+    def _saved_state(self, parameter: Tensor, piece: Tensor) -> dict[str, Any]:
+        """What the wrapped optimizer knows of what lives here of a parameter."""
+        where = f"{self._kind}.state[parameter {self._places[id(parameter)]}]"
+        return dict(packed(self.wrapped.state.get(piece, {}), where))
+
+    def _warn_of_what_cannot_be_saved(self) -> None:
+        try:
+            self._saved_settings()
+            packed(self._more(), f"{self._kind}.state_dict()", self._more_made_with)
+            self._saved_pieces()
+        except ConfigError as error:
+            warnings.warn(f"this optimizer can train, but its state cannot be saved: {error}", stacklevel=2)
+
     def _saved_pieces(self) -> dict[int, list[dict[str, Any]]]:
         found: dict[int, list[dict[str, Any]]] = {}
+        for key in self.wrapped.state:
+            if not isinstance(key, Tensor):
+                raise ConfigError(f"{self._kind}.state[{key!r}] is of no parameter: it cannot be saved.")
         if self.config.stage == 0:
             for p in self._parameters:
-                state = dict(self.wrapped.state.get(p, {}))
+                state = self._saved_state(p, p)
                 piece = {"first": 0, "last": p.numel(), "weights": p.detach().view(-1), "master": None, "state": state}
                 found[id(p)] = [piece]
             return found
@@ -573,7 +716,7 @@ class ShardedOptimizerBase(Optimizer):
                     "last": last,
                     "weights": p.detach().view(-1)[first:last],
                     "master": piece.detach().view(-1) if masters[id(piece)] else None,
-                    "state": dict(self.wrapped.state.get(piece, {})),
+                    "state": self._saved_state(p, piece),
                 }
                 for piece, first, last in self._pieces().get(id(p), [])
             ]
@@ -591,7 +734,7 @@ class ShardedOptimizerBase(Optimizer):
         states: list[Any] = list(state_dict) if isinstance(state_dict, list | tuple) else [state_dict]
         chosen = together(self.peers, lambda: self._chosen(states), 2, "the loading of states")
         agree(self.peers, f"the state of step {states[0]['step']}", 2)
-        self._adopt(states[0]["param_groups"], chosen)
+        self._adopt(chosen)
         for bucket in self.buckets:
             bucket.shard.step = int(states[0]["step"])
         self.steps, self.skipped = int(states[0]["steps"]), int(states[0]["skipped"])
@@ -609,10 +752,8 @@ class ShardedOptimizerBase(Optimizer):
                 f"the state is of {len(states[0]['shapes']) if states else 0} parameters of other shapes than this "
                 f"optimizer's {len(shapes)}."
             )
-        if states[0]["wrapped"] != type(self.wrapped).__name__:
-            raise ConfigError(
-                f"the state is of {states[0]['wrapped']}; this optimizer wraps {type(self.wrapped).__name__}."
-            )
+        if states[0]["wrapped"] != self._kind:
+            raise ConfigError(f"the state is of {states[0]['wrapped']}; this optimizer wraps {self._kind}.")
         mine, same = self._division(), self.fits(states[0])
         own = [state for state in states if state["rank"] == self.exchange.rank]
         if not same and len(states) != states[0]["ranks"]:
@@ -629,8 +770,8 @@ class ShardedOptimizerBase(Optimizer):
                 f"{len(self.param_groups)}."
             )
         if same:
-            return _Chosen(self._own_pieces(own[0]), self._residuals(states, own[0]))
-        return _Chosen(self._cut_pieces(joined(states)), self._residuals(states, None))
+            return _Chosen(own[0], self._own_pieces(own[0]), self._residuals(states, own[0]))
+        return _Chosen(states[0], self._cut_pieces(joined(states)), self._residuals(states, None))
 
     def _division(self) -> dict[str, Any]:
         return {"ranks": self.exchange.size, "stage": self.config.stage, "plan": self._plan_name()}
@@ -640,6 +781,19 @@ class ShardedOptimizerBase(Optimizer):
         state = states[0]
         sharded = (state["stage"] > 0) == (self.config.stage > 0)
         return bool(sharded and state["ranks"] == self.exchange.size and state["plan"] == self._plan_name())
+
+    def _load_groups(self, state: Mapping[str, Any]) -> None:
+        """And what else the wrapped optimizer has saved."""
+        if more := unpacked(state.get("more", {})):
+            own = self._more()
+            with self._inside() as wrapped:
+                known = wrapped.state_dict()
+                wrapped.load_state_dict({**known, **_updated(own, more), "state": {}})
+            self._share_groups()
+        load_groups(self.param_groups, state["param_groups"])
+        for group, saved, made_with in zip(self.param_groups, state["param_groups"], self._made_with, strict=True):
+            for name in [name for name in group if name not in saved and name not in made_with and name != _INNER]:
+                del group[name]  # steps since then have added it
 
     def _places_to_fill(self) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
         """Parameters, with the tensors that the wrapped optimizer has of them, and where these begin and end."""
@@ -666,9 +820,8 @@ class ShardedOptimizerBase(Optimizer):
             for p, target, first, last in self._places_to_fill()
         ]
 
-    def _adopt(self, groups: Sequence[Mapping[str, Any]], chosen: _Chosen) -> None:
-        load_groups(self.param_groups, groups)
-        self._copy_hyperparameters()
+    def _adopt(self, chosen: _Chosen) -> None:
+        self._load_groups(chosen.settings)
         for bucket, (residual, kept) in zip(self.buckets, chosen.residuals, strict=True):
             bucket.shard.abort()
             bucket.owned_residual, bucket.shard.states = residual, kept
@@ -679,12 +832,7 @@ class ShardedOptimizerBase(Optimizer):
                 truth = piece["master"] if piece["master"] is not None else piece["weights"]
                 target.detach().view(-1).copy_(truth.reshape(-1))
             if piece["state"]:
-                self.wrapped.state[target] = {
-                    name: value.clone().to(target.device)
-                    if isinstance(value, Tensor) and value.dim()
-                    else _copied(value)
-                    for name, value in piece["state"].items()
-                }
+                self.wrapped.state[target] = unpacked(piece["state"], target.device)
 
     def _residuals(
         self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None
@@ -731,6 +879,13 @@ class ShardedOptimizerBase(Optimizer):
             found.append((owned, [{"residual": fresh}]))
         return found
 
+    def _share_exact_weights(self) -> None:
+        """Every rank's own slices, as its optimizer has them, to everybody."""
+        for bucket in self.buckets:
+            if bucket.master is not None:
+                bucket.held.write(bucket.shard.own, bucket.master)
+        self._share_weights()
+
     def _share_weights(self) -> None:
         """Every rank's own slices of weights to everybody, as they are."""
         for bucket in self.buckets:
@@ -767,21 +922,17 @@ class ShardedOptimizerBase(Optimizer):
         """
         states = self._everyones_states()
         whole = joined(states)
-        state = {
-            self._places[id(p)]: {
-                name: value.reshape(p.shape)
-                if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == p.numel()
-                else value
-                for name, value in whole[str(self._places[id(p)])]["state"].items()
-            }
-            for p in self._parameters
-            if whole[str(self._places[id(p)])]["state"]
-        }
-        groups = [
-            {name: tuple(value) if isinstance(mine.get(name), tuple) else value for name, value in group.items()}
-            for mine, group in zip(self.param_groups, states[0]["param_groups"], strict=True)
-        ]
-        return {"state": state, "param_groups": groups}
+        state = {}
+        for p in self._parameters:
+            each = whole[str(self._places[id(p)])]
+            if each["state"]:
+                found = unpacked(each["state"])
+                state[self._places[id(p)]] = found if each["undivided"] else in_shape(found, p.shape)
+        groups: list[dict[str, Any]] = [dict(each) for each in self._settings()]
+        load_groups(groups, states[0]["param_groups"])
+        for group, saved in zip(groups, states[0]["param_groups"], strict=True):
+            group[_INNER] = saved[_INNER]
+        return {"state": state, "param_groups": groups, **self._more()}
 
     def synchronize_optimizer_state(self) -> None:
         """Make every rank's optimizer state that of the owners; at stage 0, that of the first rank.
@@ -790,8 +941,7 @@ class ShardedOptimizerBase(Optimizer):
         """
         states = self._everyones_states()
         own = states[self.exchange.rank]
-        chosen = _Chosen(self._cut_pieces(joined(states)), self._residuals(states, own))
-        self._adopt(states[0]["param_groups"], chosen)
+        self._adopt(_Chosen(states[0], self._cut_pieces(joined(states)), self._residuals(states, own)))
         self._share_weights()
         self._note_weights()
 
@@ -806,10 +956,7 @@ class ShardedOptimizerBase(Optimizer):
         with torch.no_grad():
             self._follow_weights()
             kept = [p.detach().clone() for p in self._parameters]
-            for bucket in self.buckets:
-                if bucket.master is not None:
-                    bucket.held.write(bucket.shard.own, bucket.master)
-                bucket.shard.share(bucket.held)
+            self._share_exact_weights()
         try:
             yield
         finally:
@@ -890,5 +1037,9 @@ def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _updated(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What was saved, and what an optimizer has of its own where nothing was."""
+    both = {
+        name: each for name, each in own.items() if isinstance(each, Mapping) and isinstance(saved.get(name), Mapping)
+    }
+    return {**own, **saved, **{name: _updated(each, saved[name]) for name, each in both.items()}}

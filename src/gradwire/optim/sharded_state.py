@@ -16,18 +16,20 @@ from torch import Tensor
 
 from gradwire.errors import ConfigError
 
-__all__ = ["Piece", "check_state", "cut", "joined"]
+__all__ = ["Piece", "check_state", "cut", "in_shape", "joined"]
 
 Piece = dict[str, Any]  # first, last, weights, master (or None), state
 
 
 def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Whole parameters of the states of all ranks: weights, master and the wrapped optimizer's state, flat."""
+    """Whole parameters of the states of all ranks: weights, master and the wrapped optimizer's state, flat.
+
+    That of an optimizer which had whole parameters, ``"undivided"``, is as the optimizer left it.
+    """
     whole: dict[str, dict[str, Any]] = {}
+    undivided = bool(states[0].get("undivided", states[0]["stage"] == 0))
     for key, shape in states[0]["shapes"].items():
-        numel = 1
-        for each in shape:
-            numel *= each
+        numel = prod(shape)
         pieces = [piece for state in states for piece in state["pieces"].get(key, [])]
         if states[0]["stage"] == 0:
             pieces = pieces[:1]  # all ranks have the same: the first one's counts
@@ -43,7 +45,8 @@ def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                 "give the states of all ranks that were saved."
             )
         pieces = [piece for piece in pieces if piece["last"] > piece["first"]] or pieces[:1]
-        whole[key] = {"shape": shape, "weights": _whole(pieces, "weights"), "state": _whole_state(pieces)}
+        state = _whole_state([piece["state"] for piece in pieces], [piece["last"] - piece["first"] for piece in pieces])
+        whole[key] = {"shape": shape, "weights": _whole(pieces, "weights"), "state": state, "undivided": undivided}
         whole[key]["master"] = None if any(piece["master"] is None for piece in pieces) else _whole(pieces, "master")
     return whole
 
@@ -52,18 +55,20 @@ def _whole(pieces: Sequence[Piece], name: str) -> Tensor:
     return torch.cat([piece[name].reshape(-1) for piece in pieces])
 
 
-def _whole_state(pieces: Sequence[Piece]) -> dict[str, Any]:
-    first = pieces[0]["state"]
-    if len(pieces) == 1:
-        return dict(first)
-    result = {}
-    for name, value in first.items():
-        divided = isinstance(value, Tensor) and value.numel() == pieces[0]["last"] - pieces[0]["first"] and value.dim()
-        if divided:
-            result[name] = torch.cat([piece["state"][name].reshape(-1) for piece in pieces])
-        else:
-            result[name] = value
-    return result
+def _whole_state(values: Sequence[Any], lengths: Sequence[int]) -> Any:
+    """One value of those of pieces of such lengths: tensors of a piece's length end to end, the first of all others."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, Mapping) and all(isinstance(value, Mapping) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        having = {name: [place for place, value in enumerate(values) if name in value] for name in names}
+        return {
+            name: _whole_state([values[place][name] for place in places], [lengths[place] for place in places])
+            for name, places in having.items()
+        }
+    divided = isinstance(first, Tensor) and first.dim() and first.numel() == lengths[0]
+    return torch.cat([value.reshape(-1) for value in values]) if divided else first
 
 
 def cut(whole: Mapping[str, Any], first: int, last: int, shape: Sequence[int]) -> Piece:
@@ -71,16 +76,23 @@ def cut(whole: Mapping[str, Any], first: int, last: int, shape: Sequence[int]) -
     numel = whole["weights"].numel()
 
     def part(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() and value.numel() == numel:
+        if isinstance(value, Mapping):
+            return {name: part(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [part(each) for each in value]
+        if not isinstance(value, Tensor):
+            return value
+        as_it_is = whole["undivided"] and list(shape) == list(whole["shape"])
+        if value.dim() and value.numel() == numel and not as_it_is:
             if last - first == numel and value.dim() > 1 and len(shape) > 1:
                 return value.clone()
             return value.reshape(-1)[first:last].clone().view(tuple(shape))
-        if isinstance(value, Tensor) and value.dim() and last - first < numel:
+        if value.dim() and last - first < numel:
             raise ConfigError(
                 f"a parameter of shape {whole['shape']} has state of shape {tuple(value.shape)}, which cannot be "
                 "divided: set partition='tensors'."
             )
-        return value.clone() if isinstance(value, Tensor) else value
+        return value.clone()
 
     master = whole["master"]
     return {
@@ -88,8 +100,16 @@ def cut(whole: Mapping[str, Any], first: int, last: int, shape: Sequence[int]) -
         "last": last,
         "weights": whole["weights"][first:last].clone(),
         "master": None if master is None else master[first:last].clone(),
-        "state": {name: part(value) for name, value in whole["state"].items()},
+        "state": part(whole["state"]),
     }
+
+
+def in_shape(state: Any, shape: Sequence[int]) -> Any:
+    """The state of a parameter with its flat tensors in the parameter's shape."""
+    if isinstance(state, Mapping):
+        return {name: in_shape(each, shape) for name, each in state.items()}
+    flat = isinstance(state, Tensor) and state.dim() == 1 and state.numel() == prod(shape)
+    return state.reshape(tuple(shape)) if flat else state
 
 
 _EXPECTED = {
@@ -109,6 +129,8 @@ def check_state(state: Any) -> None:
                 f"a state must come from state_dict() or serialize(), with {name!r} of type {kind.__name__}; "
                 f"got {type(state.get(name)).__name__}."
             )
+    if not isinstance(state.get("more", {}), Mapping):
+        raise ConfigError(f"a state must have 'more' of type Mapping; got {type(state['more']).__name__}.")
     if state["format"] != 1:
         raise ConfigError(f"a state must be of format 1; got {state['format']}: it was saved by another version.")
     for name in ("rank", "ranks", "stage", "step", "steps", "skipped"):

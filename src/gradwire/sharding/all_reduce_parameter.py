@@ -7,12 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.codecs import Codec, codec
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.sharding.clipping import clip_norm, clip_value, global_norm
-from gradwire.sharding.exchange import Exchange, InProcessExchange
+from gradwire.sharding.exchange import Exchange, InProcessExchange, ProcessGroupExchange
 from gradwire.sharding.ray_exchange import RayExchange
 from gradwire.sharding.shard import NONFINITE, Gathered, Shard, Vector, norm_tag
 from gradwire.sharding.stragglers import StragglerPolicy, Stragglers
@@ -63,9 +64,10 @@ class AllReduceParameter:
 
     ``param_offset`` is the place of the first element in the tensors that are given, counted from 1; the rest of them
     is left alone. ``compress`` is any codec for gradients (biased ones get error feedback), ``compress_weights`` one
-    for weights, by default the same without feedback. ``exchange`` says how blocks travel: by default this process is
-    the only partition, or give an :class:`InProcessExchange`, a :class:`ProcessGroupExchange` or a ``RayExchange``;
-    ``"ray"`` is that of all workers of a Ray Train.
+    for weights, by default the same without feedback. ``exchange`` says how blocks travel: give an
+    :class:`InProcessExchange`, a :class:`ProcessGroupExchange` or a ``RayExchange``; ``"ray"`` is that of all workers
+    of a Ray Train. By default partitions are the ranks of ``torch.distributed`` if there are ``partition_num`` of them,
+    each of which must then make this parameter; a single partition is this process.
 
     >>> one, two = (AllReduceParameter(0, 2, 3, exchange=each) for each in InProcessExchange.group(2))
     >>> one.init(torch.zeros(3)), two.init(torch.zeros(3))
@@ -100,7 +102,6 @@ class AllReduceParameter:
             if exchange != "ray":
                 raise ConfigError(f"`exchange` must be 'ray', an Exchange, or None; got {exchange!r}.")
             exchange = RayExchange.of_workers()
-        exchange = exchange if exchange is not None else InProcessExchange()
         for name, value, least in (
             ("partition_num", partition_num, 1),
             ("size", size, 0),
@@ -108,10 +109,11 @@ class AllReduceParameter:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"`{name}` must be a whole number of at least {least}; got {value!r}.")
-        if partition_num != exchange.size:
-            raise ConfigError(f"`partition_num` must be that of the exchange, {exchange.size}; got {partition_num}.")
         chosen = for_training(compress) if feedback else codec(compress)
         weights = codec(compress_weights if compress_weights is not None else _without_feedback(compress))
+        exchange = exchange if exchange is not None else _default_exchange(partition_num)
+        if partition_num != exchange.size:
+            raise ConfigError(f"`partition_num` must be that of the exchange, {exchange.size}; got {partition_num}.")
         self.id, self.partition_num, self.size, self.param_offset = id, partition_num, size, param_offset
         self.compress = str(chosen)
         self._shard = Shard(exchange, size, chosen, weights, id, seed, stragglers=Stragglers(stragglers))
@@ -294,6 +296,19 @@ class AllReduceParameter:
                 f"(param_offset {self.param_offset}, size {self.size}); got {tensor.numel()}."
             )
         return tensor.view(-1)[self._window]
+
+
+def _default_exchange(partitions: int) -> Exchange:
+    """The exchange of as many partitions as this process can reach by itself."""
+    if partitions == 1:
+        return InProcessExchange()
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if partitions == ranks:
+        return ProcessGroupExchange.of()
+    raise ConfigError(
+        f"`partition_num` must be that of the exchange, {ranks}; got {partitions}: give an `exchange` of {partitions}, "
+        f"or call torch.distributed.init_process_group in each of {partitions} processes first."
+    )
 
 
 def _there(tensor: Tensor | None) -> Tensor:

@@ -200,7 +200,9 @@ class Shard:
         return [EMPTY]
 
     def _block_bytes(self, owner: int) -> int:
-        return self._frames.nbytes(self.specs[owner]) + self.note_bytes + 1
+        """Of a gradient's message to an owner. One that owns nothing gets the note and the flags only."""
+        payload = self._frames.nbytes(self.specs[owner]) if self.specs[owner].numel else 0
+        return payload + self.note_bytes + 1
 
     def _key(self, step: int) -> Key:
         return Key(self.seed, step, self.id + 1)
@@ -257,6 +259,9 @@ class Shard:
         decay, messages, bad = self._feedback.decay if self._feedback else 1.0, {}, False
         for rank in self.others:
             at, mine = self.slices[rank], key.fold(self.me * self.exchange.size + rank)
+            if not self.specs[rank].numel:
+                messages[rank] = torch.zeros(self._block_bytes(rank), dtype=torch.uint8)
+                continue
             before, after = (None, None) if residual is None or rest is None else (residual[at], rest[at])
             x = gradient.read(at).contiguous()
             messages[rank], found = self._frames.encode(
@@ -287,7 +292,8 @@ class Shard:
                 self._own = own.to(_CPU)
             else:
                 message = torch.zeros(self._block_bytes(rank), dtype=torch.uint8)
-                pack(payload, message[: -1 - self.note_bytes])
+                if payload.spec.numel:
+                    pack(payload, message[: -1 - self.note_bytes])
                 messages[rank] = message
         return messages, bad
 
@@ -317,7 +323,7 @@ class Shard:
         own = self.own.stop - self.own.start
         total = zeros(own, _CPU) if self._own is None else self._own
         self._own = None
-        if not flags & NONFINITE:
+        if own and not flags & NONFINITE:
             self._sum(letters, total)
         return Gathered(total, tuple(sorted(arrived)), flags, note, tuple(sorted(nonfinite)))
 
@@ -370,7 +376,11 @@ class Shard:
         """
         spec, key = self.specs[self.me], self._key(version).fold(self.me)
         for source in self.others:
-            self._owed[source].append(version)
+            if self.specs[source].numel:  # one that owns nothing sends nothing
+                self._owed[source].append(version)
+        self.sent_weights = 0
+        if not spec.numel:
+            return
         frames = self._raw if version == 0 else self._weights
         if master is None:
             x = held.read(self.own)
