@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ import gradwire
 from gradwire import CoordinatorClient, JournalError, ServeSettings, serve
 from gradwire.coordinator.protocol import messages
 from gradwire.coordinator.settings import Durability
+from tests.coordinator.pages import page
 from tests.coordinator.test_attacks import channel_to, encoded, push_of, refusal, refusals, until
 
 LARGE = 200_000  # numbers: 800 KB, of a disk of 4 MB
@@ -30,11 +29,7 @@ def served(folder, parameters=None, **kept):
 
 
 def ready(server):
-    try:
-        with urllib.request.urlopen(f"http://{server.metrics_address}/ready", timeout=10) as page:
-            return page.status
-    except urllib.error.HTTPError as error:
-        return error.code
+    return page(server.metrics_address, "ready")[0]
 
 
 def test_a_full_disk_is_waited_for(small_disk, caplog):

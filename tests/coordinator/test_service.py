@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from contextlib import ExitStack
 from importlib.resources import files
 from pathlib import Path
@@ -36,6 +35,7 @@ from gradwire import (
 from gradwire.coordinator.protocol import HEALTH, messages, method
 from gradwire.coordinator.settings import Durability, Limits, ModelRules, Tls, load_settings
 from gradwire.coordinator.structure import entries_of
+from tests.coordinator.pages import page
 
 LOCAL = "127.0.0.1:0"
 
@@ -392,6 +392,7 @@ def test_a_server_that_cannot_be_reached_is_named():
 
 def test_health_readiness_and_metrics():
     with start(metrics=LOCAL) as server:
+        metrics = server.metrics_address
 
         def health():
             known = messages()
@@ -403,14 +404,7 @@ def test_health_readiness_and_metrics():
                 )
                 return call(known["HealthCheckRequest"](), timeout=5).status
 
-        def page(name):
-            try:
-                with urllib.request.urlopen(f"http://{server.metrics_address}/{name}", timeout=5) as answer:
-                    return answer.status, answer.read().decode()
-            except urllib.error.HTTPError as error:
-                return error.code, error.read().decode()
-
-        assert (health(), page("ready")[0], page("health")[0], page("x")[0]) == (2, 503, 200, 404)
+        assert (health(), *(page(metrics, name)[0] for name in ("ready", "health", "x"))) == (2, 503, 200, 404)
         with CoordinatorClient(server.address, codec="none") as client:
             client.set_model_parameters({"w": torch.zeros(2)})
             for _ in range(3):
@@ -419,8 +413,8 @@ def test_health_readiness_and_metrics():
                 client.add_gradients({"x": torch.ones(2)})
             client.read()
             status = client.status()[0]
-        assert (health(), page("ready")[0]) == (1, 200)
-        lines = page("metrics")[1].splitlines()
+        assert (health(), page(metrics, "ready")[0]) == (1, 200)
+        lines = page(metrics, "metrics")[1].splitlines()
         for line in (
             "gradwire_applied_total 3",
             'gradwire_refused_total{reason="INVALID"} 1',

@@ -10,8 +10,6 @@ import resource
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from gradwire.coordinator.protocol import messages, method
 from gradwire.coordinator.protocol.parts import part
 from gradwire.coordinator.settings import Limits
 from tests.coordinator.http2 import RawConnection
+from tests.coordinator.pages import page
 
 grpc = pytest.importorskip("grpc")
 
@@ -82,11 +81,7 @@ class Served:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def ready(self):
-        try:
-            with urllib.request.urlopen(f"http://{self.metrics}/ready", timeout=30) as answer:
-                return answer.status
-        except urllib.error.HTTPError as error:
-            return error.code
+        return page(self.metrics, "ready")[0]
 
 
 @contextlib.contextmanager
