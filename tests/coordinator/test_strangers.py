@@ -250,3 +250,19 @@ def test_whoever_takes_no_answers_is_ended(tmp_path):
                 assert server.resident_mb - before < 40
             assert sent == 0
         client.read()
+
+
+def test_a_server_of_its_own_process_takes_the_descriptors_it_may_have():
+    limits = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    program = (
+        "from gradwire.coordinator.connections import raise_descriptor_limit; raise_descriptor_limit(200); " + limits
+    )
+    for soft, hard, expected in ((128, 1000, "456 1000"), (128, 300, "300 300"), (900, 1000, "900 1000")):
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            preexec_fn=lambda soft=soft, hard=hard: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+        )
+        assert ran.stdout.strip() == expected

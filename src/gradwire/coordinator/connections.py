@@ -19,11 +19,21 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-__all__ = ["Connections", "allowed_connections", "peer_address"]
+__all__ = ["Connections", "allowed_connections", "peer_address", "raise_descriptor_limit"]
 
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 _RESERVED: Final = 64  # descriptors kept for the journal, snapshots and other files
 _STRANGERS: Final = 8  # one connection in so many may be a stranger's
+
+
+def raise_descriptor_limit(connections: int) -> None:
+    """Allow this process descriptors for so many connections, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 4 * _RESERVED
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def allowed_connections(most: int) -> int:

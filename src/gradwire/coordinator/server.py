@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from gradwire.coordinator.connections import Connections, allowed_connections
+from gradwire.coordinator.connections import Connections, allowed_connections, raise_descriptor_limit
 from gradwire.coordinator.host import Host
 from gradwire.coordinator.protocol import grpc_module
 from gradwire.coordinator.protocol.parts import PART_BYTES
@@ -100,6 +100,7 @@ class Server:
 
     def run(self, notify: Callable[[Server], Any] = lambda _: None) -> None:
         """Serve on this thread until SIGTERM or SIGINT; then finish what is there, and save."""
+        raise_descriptor_limit(self.settings.limits.connections)
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
@@ -163,12 +164,15 @@ class Server:
 
     def _options(self) -> list[tuple[str, Any]]:
         limits = self.settings.limits
+        connections = allowed_connections(limits.connections)
+        if connections < limits.connections:
+            _log.info("at most %d connections: this process may have too few descriptors for more", connections)
         return [
             ("grpc.max_receive_message_length", 2 * PART_BYTES),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", 16_384),
             ("grpc.so_reuseport", 0),
-            ("grpc.max_allowed_incoming_connections", allowed_connections(limits.connections)),
+            ("grpc.max_allowed_incoming_connections", connections),
             ("grpc.max_concurrent_streams", limits.streams_per_address),
             ("grpc.http2.bdp_probe", 0),  # it lets a stranger send megabytes before headers are looked at
             ("grpc.http2.lookahead_bytes", 1024 * limits.read_ahead_kb),
