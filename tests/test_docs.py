@@ -37,9 +37,8 @@ def test_links_lead_somewhere(page):
 def test_make_targets_that_are_printed_exist():
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
-        for target in re.findall(
-            r"\bmake ([a-z]+)\b", "".join(re.findall(r"`[^`]+`|^make.*$", page.read_text(), re.M))
-        ):
+        code = re.findall(r"^```.*?^```|`[^`\n]+`", page.read_text(), re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"(?:^|`)make ([a-z-]+)", "\n".join(code), re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
 
 

@@ -35,14 +35,18 @@ def alive(process):
 @contextlib.contextmanager
 def started(*arguments, stderr=subprocess.PIPE):
     """A command as a terminal starts it: nohup, or a shell's &, would have it ignore SIGINT."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "gradwire", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as command:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is handled here is a child's default
+    try:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "gradwire", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with command:
         try:
             yield command
         finally:

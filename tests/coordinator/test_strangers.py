@@ -34,6 +34,8 @@ SIZE = 20_000  # numbers of the model
 PULL = bytes(5)  # a message without bytes: exact parameters
 PROGRAM = """
 import resource, sys, torch
+if descriptors := int(sys.argv[3]):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 from gradwire.coordinator.server import Server
 from gradwire.coordinator.settings import load_settings
 model = {"w": torch.zeros(int(sys.argv[2]))}
@@ -53,10 +55,9 @@ class Served:
             + ("" if open_to_all else worker)
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(settings), str(size)],
+            [sys.executable, "-c", PROGRAM, str(settings), str(size), str(descriptors or 0)],
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: descriptors and resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors)),
         )
         self.address, self.metrics = self.process.stdout.readline().split()
 
@@ -253,16 +254,13 @@ def test_whoever_takes_no_answers_is_ended(tmp_path):
 
 
 def test_a_server_of_its_own_process_takes_the_descriptors_it_may_have():
-    limits = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
-    program = (
-        "from gradwire.coordinator.connections import raise_descriptor_limit; raise_descriptor_limit(200); " + limits
-    )
-    for soft, hard, expected in ((128, 1000, "456 1000"), (128, 300, "300 300"), (900, 1000, "900 1000")):
-        ran = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            check=True,
-            preexec_fn=lambda soft=soft, hard=hard: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
-        )
+    program = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+from gradwire.coordinator.connections import raise_descriptor_limit
+raise_descriptor_limit(200)
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    for limits, expected in ((("128", "1000"), "456 1000"), (("128", "300"), "300 300"), (("900", "1000"), "900 1000")):
+        ran = subprocess.run([sys.executable, "-c", program, *limits], capture_output=True, text=True, check=True)
         assert ran.stdout.strip() == expected
