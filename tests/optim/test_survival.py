@@ -105,6 +105,11 @@ def test_a_straggler_is_left_out_and_counted(nursery, tmp_path):
     assert all(rank["metrics"]["dropped"] == 0 for rank in waited_for)
 
 
+def test_ranks_that_are_done_do_not_fail_one_that_is_not(nursery, tmp_path):
+    with group(nursery, tmp_path / "group", 3, steps=20, pause_s=0.01, policy={}, slow_at_end=1) as done:
+        assert [rank["steps"] for rank in finished(done)] == [20, 20, 20]
+
+
 def test_a_rank_that_dies_is_named_with_the_policy_as_well(nursery, tmp_path):
     with group(nursery, tmp_path / "group", 3, steps=1000, pause_s=0.01, policy={}) as killed:
         os.kill(killed.ranks[1].pid, signal.SIGKILL)

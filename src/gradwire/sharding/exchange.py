@@ -54,6 +54,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def look(self, source: int, tag: int, nbytes: int) -> Tensor | None:
+        """Take a block that is here already; None if it is not, even if the partition has ended."""
+        ...
+
     def close(self) -> None:
         """End it: whoever waits for this partition is told."""
         ...
@@ -104,12 +108,18 @@ class InProcessExchange:
             shared.arrived.wait_for(lambda: key in shared.blocks or source in shared.closed, patience)
             block = shared.blocks.pop(key, None)
         if block is not None:
-            return _sized(block, source, nbytes)
+            return sized(block, source, nbytes)
         if source in shared.closed:
             raise PeerError(f"partition {source} is gone: its exchange was closed.")
         if timeout_s is None:
             raise PeerError(f"partition {source} has left no block for {self.timeout_s:g} s.")
         return None
+
+    def look(self, source: int, tag: int, nbytes: int) -> Tensor | None:
+        """Take a block that is here already."""
+        with self._shared.arrived:
+            block = self._shared.blocks.pop((source, self.rank, tag), None)
+        return None if block is None else sized(block, source, nbytes)
 
     def close(self) -> None:
         """Tell the others."""
@@ -163,18 +173,26 @@ class ProcessGroupExchange:
         """Receive. A process that ends is noticed, and named, at once."""
         if timeout_s is None:
             return self.peers.swap({source: nbytes}, tag % _TAGS, _WHAT).receive(source)
+        peers, end = self._own_connections(), time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, end - time.monotonic())
+            block = peers.receive_within(source, tag % _TAGS, min(left, _POLL_S), _WHAT)
+            if block is not None:
+                return sized(block, source, nbytes)
+            if left == 0:
+                return None
+
+    def look(self, source: int, tag: int, nbytes: int) -> Tensor | None:
+        """Receive what is here already. An end is not reported: a partition that is done may end before the others."""
+        block = self._own_connections().look(source, tag % _TAGS)
+        return None if block is None else sized(block, source, nbytes)
+
+    def _own_connections(self) -> SocketPeers:
         if not isinstance(self.peers, SocketPeers):
             raise ConfigError(
                 "to leave out stragglers gradwire's own connections are needed: GRADWIRE_TRANSPORT=sockets."
             )
-        end = time.monotonic() + timeout_s
-        while True:
-            left = max(0.0, end - time.monotonic())
-            block = self.peers.receive_within(source, tag % _TAGS, min(left, _POLL_S), _WHAT)
-            if block is not None:
-                return _sized(block, source, nbytes)
-            if left == 0:
-                return None
+        return self.peers
 
     def close(self) -> None:
         """End the connections, once everything has left, unless others are gone already."""
@@ -185,7 +203,14 @@ class ProcessGroupExchange:
         self.peers.close()
 
 
-def _sized(block: Tensor, source: int, nbytes: int) -> Tensor:
+def sized(block: Tensor, source: int, nbytes: int) -> Tensor:
+    """A block that must have so many bytes.
+
+    >>> import torch
+    >>> sized(torch.zeros(3, dtype=torch.uint8), 2, 5)
+    Traceback (most recent call last):
+    gradwire.errors.PeerError: partition 2 left 3 bytes; expected 5.
+    """
     if block.numel() not in (1, nbytes):  # one byte is a notice, that there is nothing
         raise PeerError(f"partition {source} left {block.numel()} bytes; expected {nbytes}.")
     return block

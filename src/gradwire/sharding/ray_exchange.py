@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.collectives.processes import store
 from gradwire.errors import ConfigError, PeerError
 from gradwire.extras import require
+from gradwire.sharding.exchange import sized
 
 __all__ = ["RayExchange"]
 
@@ -119,9 +120,7 @@ class RayExchange:
             )
             block, gone = self._blocks.pop(key, None), self._is_gone(source)
         if block is not None:
-            if block.numel() not in (1, nbytes):
-                raise PeerError(f"partition {source} left {block.numel()} bytes; expected {nbytes}.")
-            return block
+            return sized(block, source, nbytes)
         if self._failure:
             raise PeerError(f"Ray's object store failed: {self._failure}")
         if gone:
@@ -129,6 +128,12 @@ class RayExchange:
         if timeout_s is None:
             raise PeerError(f"partition {source} has left no block for {self.timeout_s:g} s.")
         return None
+
+    def look(self, source: int, tag: int, nbytes: int) -> Tensor | None:
+        """Take a block that was fetched already."""
+        with self._arrived:
+            block = self._blocks.pop((source, tag), None)
+        return None if block is None else sized(block, source, nbytes)
 
     def close(self) -> None:
         """Tell the others, and wait until they have what was left for them, for a while."""

@@ -361,7 +361,7 @@ class Shard:
             return False
         for rank in self.others:
             if (rank, tag) not in self._stash:
-                block = self._take(rank, tag, nbytes, 0.0)
+                block = self._look(rank, tag, nbytes)
                 if block is None:
                     return False
                 self._stash[rank, tag] = block
@@ -447,7 +447,12 @@ class Shard:
     def _take(self, source: int, tag: int, nbytes: int, wait_s: float | None) -> Tensor | None:
         if (source, tag) in self._stash:
             return self._stash.pop((source, tag))
-        block = self.exchange.take(source, tag, nbytes, wait_s)
+        return self._counted(self.exchange.take(source, tag, nbytes, wait_s))
+
+    def _look(self, source: int, tag: int, nbytes: int) -> Tensor | None:
+        return self._counted(self.exchange.look(source, tag, nbytes))
+
+    def _counted(self, block: Tensor | None) -> Tensor | None:
         if block is not None:
             with self._lock:
                 self.received_bytes += block.numel()
@@ -457,7 +462,7 @@ class Shard:
         """Take what came too late off the exchange; who sent it is no longer absent."""
         for _ in range(len(self._late)):
             source, tag, nbytes = self._late.popleft()
-            if self._take(source, tag, nbytes, 0.0) is None:
+            if self._look(source, tag, nbytes) is None:
                 self._late.append((source, tag, nbytes))
             else:
                 self.stragglers.absent.discard(source)
