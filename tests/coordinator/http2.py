@@ -4,11 +4,11 @@ import contextlib
 import socket
 import struct
 
-from gradwire.coordinator.protocol import method
+from gradwire.coordinator.protocol import SERVICE, method
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
-_ACK, _END_HEADERS = 1, 4
+_ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
 
 
 def frame(kind, flags, stream, body=b""):
@@ -26,17 +26,25 @@ def _literal(name, value):
 class RawConnection:
     """A connection that sends no more than the server's windows allow, and no more than it is asked to."""
 
-    def __init__(self, address, token=None):
+    def __init__(self, address, token=None, window=65_535, source="127.0.0.1"):
+        """``window``: of every answer's; ``source``: the address it comes from."""
         host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=10)
-        self.socket.sendall(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30)))
+        self.socket = socket.create_connection((host, int(port)), timeout=10, source_address=(source, 0))
+        settings = frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, window))
+        self.socket.sendall(_PREFACE + settings + frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30)))
         self._token, self._streams, self._buffer = token, 1, b""
         self._initial, self._windows = 65_535, {0: 65_535}
 
-    def call(self, name, **metadata):
+    def call(self, name, service=SERVICE, **metadata):
         """Begin a call; its number."""
         stream, self._streams = self._streams, self._streams + 2
-        headers = {":method": "POST", ":scheme": "http", ":path": method(name), ":authority": "x", "te": "trailers"}
+        headers = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": method(name, service),
+            ":authority": "x",
+            "te": "trailers",
+        }
         headers |= {"content-type": "application/grpc"} | metadata
         if self._token is not None:
             headers["authorization"] = f"Bearer {self._token}"
@@ -44,6 +52,10 @@ class RawConnection:
         self.socket.sendall(frame(_HEADERS, _END_HEADERS, stream, block))
         self._windows[stream] = self._initial
         return stream
+
+    def end(self, stream):
+        """Send no more."""
+        self.socket.sendall(frame(_DATA, _END_STREAM, stream))
 
     def send(self, stream, data, seconds=0.2):
         """Send what the windows let through while the server says something at least every so often; bytes sent."""

@@ -1,5 +1,7 @@
 """A server whose disk is full, or fails: it refuses pushes and says so, and goes on by itself when there is room."""
 
+import errno
+import fcntl
 import logging
 import os
 import signal
@@ -13,6 +15,7 @@ import torch
 
 import gradwire
 from gradwire import CoordinatorClient, JournalError, ServeSettings, serve
+from gradwire.coordinator.journal import Journal, NoSpaceError
 from gradwire.coordinator.protocol import messages
 from gradwire.coordinator.settings import Durability
 from tests.coordinator.pages import page
@@ -77,6 +80,26 @@ def test_room_is_noticed_when_no_push_comes(small_disk):
         assert ready(server) == 503
         small_disk.empty()
         until(lambda: ready(server) == 200, 20)
+
+
+def test_room_is_noticed_where_a_file_to_append_to_cannot_be_given_room(small_disk, monkeypatch):
+    """As on ext2, where C's library writes zeros instead: that is refused for a descriptor that appends."""
+    give_room = os.posix_fallocate
+
+    def refusing(descriptor, start, nbytes):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        give_room(descriptor, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", refusing)
+    with Journal(small_disk.folder / "journal") as journal:
+        for noticed_by in (journal.probe, lambda: journal.append(bytes(500_000)) or not journal.trouble):
+            small_disk.fill()
+            with pytest.raises(NoSpaceError):
+                journal.append(bytes(500_000))
+            assert not journal.probe()
+            small_disk.empty()
+            assert noticed_by()
 
 
 def test_pushes_behind_one_that_had_no_room_do_not_come_before_it(small_disk):

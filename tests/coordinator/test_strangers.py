@@ -4,12 +4,16 @@
 """
 
 import contextlib
+import errno
 import os
 import queue
 import resource
+import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,12 +23,13 @@ import gradwire
 from gradwire import CoordinatorClient, QueueFullError, ServeSettings
 from gradwire.coordinator.access import new_token, token_hash
 from gradwire.coordinator.connection import Credentials
-from gradwire.coordinator.connections import Connections, _Connection
-from gradwire.coordinator.protocol import messages, method
+from gradwire.coordinator.connections import Connections, _Connection, _duplicate
+from gradwire.coordinator.protocol import HEALTH, messages, method
 from gradwire.coordinator.protocol.parts import part
 from gradwire.coordinator.settings import Limits
 from tests.coordinator.http2 import RawConnection
 from tests.coordinator.pages import page
+from tests.coordinator.test_attacks import encoded, push_of, refusals, until
 
 grpc = pytest.importorskip("grpc")
 
@@ -149,6 +154,30 @@ def test_an_identified_connection_may_be_idle_and_a_stranger_s_may_not(tmp_path)
         client.read()  # on the connection of before: it would be tried again for too short a time
 
 
+def no_descriptor(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_sweep_that_could_not_look_is_made_up_for(monkeypatch):
+    """Without a descriptor to list the others by; and copies of descriptors that belong to a file now are closed."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), listening.accept()[0]:
+            guard = Connections(port, most=80, most_per_address=80, stranger_s=0.1)
+            assert guard.sweep() == 0
+            time.sleep(0.2)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "listdir", no_descriptor)
+                assert guard.sweep() == 0
+            assert guard.sweep() == 1
+            assert guard.sweep() == 0
+    with open(os.devnull) as file:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="no longer"):
+            _duplicate(file.fileno(), "socket:[1]")
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_limits_of_connections_are_for_each_address_and_for_all():
     """Of strangers the oldest end first, of an address that has too many the newest."""
     guard, now = Connections(1, most=80, most_per_address=16, stranger_s=1000), time.monotonic()
@@ -158,6 +187,61 @@ def test_limits_of_connections_are_for_each_address_and_for_all():
     assert set(guard._surplus(ours)) == {*(f"a{n}" for n in range(8)), "b16", "b17"}
     many = {f"{host}": _Connection(f"10.0.1.{host} 1", now + host) for host in range(12)}
     assert set(guard._surplus(many)) == {"0", "1"}
+
+
+def test_new_workers_come_in_while_strangers_come_again_and_again(tmp_path):
+    """More strangers than connections, to a server with so few descriptors that an eighth of them is few, too."""
+    with room_for(500), Served(tmp_path, descriptors=256) as server, contextlib.ExitStack() as strangers:
+        stop = threading.Event()
+
+        def come_again():
+            held = [None] * 300
+            while not stop.is_set():
+                for place, each in enumerate(held):
+                    if each is None or each.ended(0.0001):
+                        with contextlib.suppress(OSError), contextlib.closing(each or contextlib.ExitStack()):
+                            held[place] = RawConnection(server.address, source=f"127.0.0.{2 + place % 4}")
+            for each in held:
+                each.close()
+
+        coming = threading.Thread(target=come_again)
+        coming.start()
+        strangers.callback(coming.join)
+        strangers.callback(stop.set)
+        time.sleep(2)
+        for _ in range(5):
+            with server.client(retry_s=10) as client:
+                client.add_gradients({"w": torch.ones(SIZE)})
+
+
+def test_health_checks_that_take_no_answer_hold_no_place(tmp_path):
+    """They are open to everybody: also from a worker's address, they leave place for its calls."""
+    with Served(tmp_path, limits="streams = 300\nstreams_per_address = 100") as server:
+        with contextlib.ExitStack() as held:
+            for number in range(8):
+                stranger = RawConnection(server.address, window=0, source=f"127.0.0.{1 + number % 3}")
+                held.callback(stranger.close)
+                with contextlib.suppress(OSError):  # the server has ended it
+                    for _ in range(100):
+                        stranger.call("Check", HEALTH)
+            for _ in range(5):
+                with server.client(retry_s=0.5) as client:
+                    client.add_gradients({"w": torch.ones(SIZE)})
+
+
+def test_a_push_that_stops_in_its_first_message_is_refused():
+    """Cut, and then either ended or held back."""
+    whole = push_of(encoded({"w": torch.ones(SIZE)}))
+    message = b"\0" + len(whole).to_bytes(4, "big") + whole
+    settings = ServeSettings(address="127.0.0.1:0", limits=Limits(call_s=1.0))
+    with gradwire.serve(settings, parameters={"w": torch.zeros(SIZE)}) as server:
+        with connections(server.address, 4) as held:
+            for each, (sent, ends) in zip(held, ((3, True), (1000, True), (1000, False), (0, True)), strict=True):
+                stream = each.call("Push")
+                each.send(stream, message[:sent])
+                if ends:
+                    each.end(stream)
+            until(lambda: refusals(server) == {"INCOMPLETE": 4}, 20)
 
 
 def test_calls_whose_request_never_comes_hold_no_place(tmp_path):
@@ -209,6 +293,30 @@ def test_parameters_that_are_not_taken_are_bounded(tmp_path):
                 largest = max(largest, server.resident_mb)
             assert largest - before < most + 60
         client.read()
+
+
+def test_readers_of_compressed_parameters_are_bounded(tmp_path):
+    """Their copies, frames, and the changes that are being encoded."""
+    size, most = 4_000_000, 320
+    with Served(tmp_path, size=size, limits=f"reader_mb = {most}") as server, server.client() as client:
+        client.add_gradients({"w": torch.ones(size)})
+        client.read()
+        before, end = server.resident_mb, time.monotonic() + 6
+        largest = before
+
+        def follow(number):
+            with server.client(worker=f"w/{number}", weights="int8") as reader:
+                while time.monotonic() < end:
+                    reader.read()
+
+        with ThreadPoolExecutor(8) as readers:
+            following = [readers.submit(follow, number) for number in range(8)]
+            while time.monotonic() < end:
+                client.add_gradients({"w": torch.ones(size)})
+                largest = max(largest, server.resident_mb)
+            for each in following:
+                each.result()
+        assert largest - before < most + 60
 
 
 def test_a_reader_that_takes_nothing_is_ended(tmp_path):

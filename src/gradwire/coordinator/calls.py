@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from gradwire.coordinator.access import Identity
 from gradwire.coordinator.deadlines import SLOWEST, Deadlines, LateError
@@ -27,6 +27,9 @@ from gradwire.errors import (
 )
 
 __all__ = ["Call", "Calls"]
+
+_STRANGERS: Final = 64  # calls of methods that are open to everybody
+_STRANGER_S: Final = 1.0  # for which such a call may last
 
 
 class Call:
@@ -60,11 +63,14 @@ class Call:
 
 
 class Calls:
-    """Lets calls in: ``limits.streams`` in all, ``limits.streams_per_address`` of one address."""
+    """Lets calls in: ``limits.streams`` in all, ``limits.streams_per_address`` of one address.
+
+    Calls of strangers have a small limit of their own: they take no place from an address that workers share.
+    """
 
     def __init__(self, host: Host) -> None:
         self._grpc, self._host = grpc_module(), host
-        self._open: Counter[str] = Counter()  # calls of each address
+        self._open: Counter[str] = Counter()  # calls of each address, and those of strangers
 
     def handler(self, behaviour: Callable[[Call], Awaitable[None]], role: str | None = None) -> Any:
         """A method for callers that are identified and have the role."""
@@ -77,14 +83,23 @@ class Calls:
             call_s = self._host.settings.limits.call_s
             await behaviour(Call(context, identity, self._host.deadlines, call_s, self._grpc.aio.EOF))
 
-        return self.open(serve)
+        return self._guarded(
+            serve, lambda peer: peer.rpartition(":")[0], self._host.settings.limits.streams_per_address
+        )
 
     def open(self, serve: Callable[[Any, Any], Awaitable[None]]) -> Any:
-        """A method for everybody."""
+        """A method for everybody, who must take the answer at once."""
 
+        async def limited(requests: Any, context: Any) -> None:
+            with self._host.deadlines.within(_STRANGER_S):
+                await serve(requests, context)
+
+        return self._guarded(limited, lambda peer: "strangers", _STRANGERS)
+
+    def _guarded(self, serve: Callable[[Any, Any], Awaitable[None]], place_of: Callable[[str], str], most: int) -> Any:
         async def guarded(requests: Any, context: Any) -> None:
             try:
-                with self._place(context.peer().rpartition(":")[0]):
+                with self._place(place_of(context.peer()), most):
                     await serve(requests, context)
             except GradwireError as error:
                 await self._abort(context, error)
@@ -92,17 +107,16 @@ class Calls:
         return self._grpc.stream_stream_rpc_method_handler(guarded)
 
     @contextmanager
-    def _place(self, address: str) -> Iterator[None]:
-        most = self._host.settings.limits.streams_per_address
-        if self._open[address] >= most:
-            raise QueueFullError(f"{most} calls of this address are under way; at most {most} may be.")
-        self._open[address] += 1
+    def _place(self, place: str, most: int) -> Iterator[None]:
+        if self._open[place] >= most:
+            raise QueueFullError(f"{most} calls are under way from here; at most {most} may be.")
+        self._open[place] += 1
         try:
             yield
         finally:
-            self._open[address] -= 1
-            if not self._open[address]:
-                del self._open[address]
+            self._open[place] -= 1
+            if not self._open[place]:
+                del self._open[place]
 
     async def _abort(self, context: Any, error: GradwireError) -> None:
         codes = self._grpc.StatusCode

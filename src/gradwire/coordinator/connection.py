@@ -207,6 +207,8 @@ class Connection:
         pause, failing_since = _BACKOFF_S[0], None
         while True:
             with self._changed:
+                if not self._pending:
+                    failing_since = None  # nothing is tried meanwhile
                 self._changed.wait_for(lambda: self._pending or self._closed)
                 if self._closed:
                     return

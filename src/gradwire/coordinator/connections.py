@@ -106,8 +106,9 @@ class Connections:
             each.known = each.known or each.address in known
         ended = 0
         for name in self._surplus(ours):
-            self._open[name] = None  # it is looked at once
-            ended += self._shut(descriptors[name], name)
+            if self._shut(descriptors[name], name):
+                self._open[name] = None  # it is shut down once
+                ended += 1
         return ended
 
     def _find(self) -> dict[str, int]:
@@ -167,8 +168,11 @@ def _oldest(connections: list[tuple[float, str]], most: int) -> list[tuple[float
 
 def _duplicate(descriptor: int, name: str) -> socket.socket:
     """A socket of our own for a descriptor of gRPC's, which may close it, and use its number again, at any time."""
-    own = socket.socket(fileno=os.dup(descriptor))
-    if os.readlink(_DESCRIPTORS / str(own.fileno())) != name:
-        own.close()
-        raise OSError(f"descriptor {descriptor} is no longer {name}.")
-    return own
+    copy = os.dup(descriptor)
+    try:
+        if os.readlink(_DESCRIPTORS / str(copy)) != name:
+            raise OSError(f"descriptor {descriptor} is no longer {name}.")
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

@@ -247,6 +247,7 @@ class DistributedGradientsCoordinator(Loop):
         try:
             if push.version is not None:
                 self._ages[max(0, model.version - push.version)] += 1
+            check_entries("gradients", push.gradients, model.parameters)
             changed = model.take(push.gradients, self._mode, version=push.version, then=then)
         except Exception as error:  # parameters of other shapes were set meanwhile, or the optimizer failed
             self.last_error = error

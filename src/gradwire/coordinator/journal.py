@@ -259,6 +259,8 @@ class Journal:
                 _write_all(self._file.fileno(), head, record)
             except OSError as error:
                 self._undo(error, len(record))
+            if len(record) >= self.short:
+                self.short = 0
             self.nbytes += len(head) + len(record)
             self._written += 1
             self.records += 1
@@ -287,8 +289,8 @@ class Journal:
         """Whether records can be written: if there was no room for one, whether there is now."""
         with self._lock:
             if self.short and self._failure is None and not self._closed:
-                with suppress(OSError):
-                    os.posix_fallocate(self._file.fileno(), self.nbytes, _HEAD.size + self.short)
+                with suppress(OSError), self.path.open("r+b") as file:  # to append is refused by some file systems
+                    os.posix_fallocate(file.fileno(), self.nbytes, _HEAD.size + self.short)
                     self.short = 0
                 self._cut()
             return not self.trouble

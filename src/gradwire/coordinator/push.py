@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradwire.errors import ConfigError, WireError
 from gradwire.kernels import ops
 from gradwire.wire import Key, Payload, TensorSpec
 
-__all__ = ["Push", "decoded", "exact", "split"]
+__all__ = ["Decoding", "Push", "decoded", "exact", "split"]
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -130,16 +130,38 @@ def decoded(
     Traceback (most recent call last):
     gradwire.errors.ConfigError: `gradients['w']` must have shape (2,) and torch.float32, as the parameter; got (3,)...
     """
-    result = {}
-    for name, frame in frames.items():
-        wanted = known_entry(what, name, like)
-        checksum = None if checksums is None else checksums.get(name)
-        payload = wire.unpack(frame, copy=memoryview(frame).readonly, checksum=checksum)
+    return dict(Decoding(what, frames, like, checksums or {}))
+
+
+@dataclass(frozen=True)
+class Decoding(Mapping[str, Tensor]):
+    """What :func:`decoded` returns, decoded one by one when it is asked for: with memory for one tensor.
+
+    >>> import gradwire, torch
+    >>> Decoding("gradients", {"w": gradwire.encode(torch.ones(2), "int8")}, {"w": torch.zeros(2)})["w"]
+    tensor([0.9999, 0.9999])
+    """
+
+    what: str
+    frames: Mapping[str, bytes | memoryview]
+    like: Mapping[str, Tensor]
+    checksums: Mapping[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Decode one."""
+        wanted, frame = known_entry(self.what, name, self.like), self.frames[name]
+        payload = wire.unpack(frame, copy=memoryview(frame).readonly, checksum=self.checksums.get(name))
         if payload.spec != TensorSpec(tuple(wanted.shape), wanted.dtype):
             raise ConfigError(
-                f"{label(what, name)} must have shape {tuple(wanted.shape)} and {wanted.dtype}, as the parameter; got "
-                f"{payload.spec.shape} and {payload.spec.dtype}."
+                f"{label(self.what, name)} must have shape {tuple(wanted.shape)} and {wanted.dtype}, as the parameter; "
+                f"got {payload.spec.shape} and {payload.spec.dtype}."
             )
         payload.check_finite()
-        result[name] = decode_payload(payload)
-    return result
+        return decode_payload(payload)
+
+    def __iter__(self) -> Iterator[str]:
+        """Their names."""
+        return iter(self.frames)
+
+    def __len__(self) -> int:
+        return len(self.frames)

@@ -21,6 +21,7 @@ __all__ = ["Readers"]
 
 _LEAST_MB: Final = 1024.0  # for readers, unless the settings say otherwise
 _MODELS: Final = 8  # or so many models
+_FLOAT32: Final = 4  # bytes
 _UNDER_WAY: Final = 2 * PART_BYTES  # of each reader: a message here, and one in gRPC's buffers
 
 
@@ -55,22 +56,20 @@ class Readers:
     def _most(self) -> int:
         if self._limits.reader_mb is not None:
             return int(self._limits.reader_mb * 1e6)
-        return max(int(_LEAST_MB * 1e6), _MODELS * self._model_bytes())
-
-    def _model_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._store.there().parameters.values())
+        return max(int(_LEAST_MB * 1e6), _MODELS * self._store.there().nbytes)
 
     @asynccontextmanager
     async def reading(self, reader: str | None = None) -> AsyncIterator[tuple[int, Mapping[str, Tensor], int]]:
         """The present version, its parameters and their bytes, for as long as they are on their way.
 
-        The parameters must not be changed. With the name of a ``reader`` there is room for its copy, too.
+        The parameters must not be changed. With the name of a ``reader`` there is room for its copy or for what it is
+        sent, and for a tensor's change before and after it is encoded.
         """
-        model = self._model_bytes()
-        own = _UNDER_WAY
+        now = self._store.there()
+        model, own = now.nbytes, _UNDER_WAY
         if reader is not None:
             self.copies.touch(reader)  # not the first to make room
-            own += model
+            own += model + 2 * _FLOAT32 * now.largest
         try:
             with self._deadlines.within(self._limits.call_s):
                 present = await self._admitted(own, model)

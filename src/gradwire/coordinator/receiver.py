@@ -114,10 +114,13 @@ class _Stream:
     skip: int = 0  # bytes to come of a push that was refused already
     since: float = 0.0  # when that began
     sequence: int = 0  # of the push that is coming, or was last
+    begun: bool = False  # whether a message has come
 
     @property
     def seconds(self) -> float:
         """How long the next message may be in coming."""
+        if not self.begun:
+            return self.host.settings.limits.call_s
         to_come = self.skip if self.incoming is None else self.incoming.nbytes
         return time_left(self.since, self.host.settings.limits.push_s, to_come) if to_come else _IDLE_S
 
@@ -182,26 +185,32 @@ class Receiver:
         return None if error is None else str(error)
 
     async def _receive(self, call: Call, replies: _Replies) -> None:
-        """Take the pushes of a stream, in their order, until one must be sent again later."""
+        """Take the pushes of a stream; None is the last of its replies."""
         stream = _Stream(self._host, call, replies)
         try:
-            while (message := await call.read(stream.seconds)) is not None:
-                self._host.metrics.count("received_bytes", len(message))
-                for header, data in read_pushes(message):
-                    if not await self._part(stream, header, data):
-                        return
-                await asyncio.sleep(0)  # whoever sends the most does not keep the others waiting
-            if stream.incoming is not None:
-                raise _RefusedError("INCOMPLETE", "the stream ended before all of the push had come: send it again.")
+            await self._pushes(stream)
         except LateError:
-            if stream.incoming is not None:
-                late = _RefusedError("INCOMPLETE", "the rest of the push did not come in time: send it again.")
-                await replies.put((self._reply(stream.sequence, late), None))
+            late = _RefusedError("INCOMPLETE", "the rest of the push did not come in time: send it again.")
+            await replies.put((self._reply(stream.sequence, late), None))
         except GradwireError as error:  # nothing after it can be made sense of
             await replies.put((self._reply(stream.sequence, error), None))
+        except Exception as error:
+            _log.warning("a stream of pushes ended: %s", error)
         finally:
             stream.close()
-            await replies.put(None)
+        await replies.put(None)  # not after a cancellation: no answers are taken then
+
+    async def _pushes(self, stream: _Stream) -> None:
+        """Take the pushes of a stream, in their order, until one must be sent again later."""
+        while (message := await stream.call.read(stream.seconds)) is not None:
+            stream.begun = True
+            self._host.metrics.count("received_bytes", len(message))
+            for header, data in read_pushes(message):
+                if not await self._part(stream, header, data):
+                    return
+            await asyncio.sleep(0)  # whoever sends the most does not keep the others waiting
+        if stream.incoming is not None or not stream.begun:
+            raise _RefusedError("INCOMPLETE", "the stream ended before all of the push had come: send it again.")
 
     async def _part(self, stream: _Stream, header: Any | None, data: memoryview) -> bool:
         """Take a part; false if no more may come."""

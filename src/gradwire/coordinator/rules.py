@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -121,9 +122,9 @@ class Model:
     ) -> bool:
         """Apply gradients, or keep them until there are enough to average; whether parameters have changed.
 
-        ``version`` is that of the parameters they were computed with, and ``then`` those parameters, if they are known.
+        The gradients are like the parameters, which the caller has checked. ``version`` is that of the parameters they
+        were computed with, and ``then`` those parameters, if they are known.
         """
-        check_entries("gradients", gradients, self.parameters)
         age = 0 if version is None else self.version - version
         weight = self.staleness.weight(age)
         for name, gradient in gradients.items():
@@ -131,13 +132,13 @@ class Model:
             if self.staleness.rule == "compensate" and then is not None and name in then and age:
                 moved = self.parameters[name] - then[name]
                 given = given + self.staleness.strength * given * given * moved
-            if self.average_over == 1:
-                self._sums[name], self._counts[name] = given, 1
+            if self.average_over == 1 and self._optimizer is None:
+                self._step({name: given}, mode)  # gradients may be decoded one at a time
             elif name in self._sums:
                 self._sums[name] += given
                 self._counts[name] += 1
             else:
-                self._sums[name], self._counts[name] = given.clone(), 1
+                self._sums[name], self._counts[name] = given if self.average_over == 1 else given.clone(), 1
         self.waiting += 1
         if self.waiting < self.average_over:
             return False
@@ -165,6 +166,16 @@ class Model:
                 target.sub_(gradient) if mode == "descent" else target.add_(gradient)
             else:
                 target.add_(gradient, alpha=-self.learning_rate if mode == "descent" else self.learning_rate)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Memory of the parameters."""
+        return sum(tensor.nbytes for tensor in self.parameters.values())
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(tensor.numel() for tensor in self.parameters.values())
 
     # Its state.
 

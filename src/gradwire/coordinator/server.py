@@ -58,6 +58,7 @@ def serve(
 
 
 _RECORD_S: Final = 1.0
+_STREAMS: Final = 128  # calls of one connection; a client waits before it begins more
 _SWEEP_S: Final = 0.25
 
 
@@ -123,9 +124,11 @@ class Server:
             self._loop, ended = asyncio.get_running_loop(), asyncio.Event()
             self._host.on_drain = ended.set
             service = Service(self._host)
-            server = self._grpc.aio.server(
-                options=self._options(), maximum_concurrent_rpcs=self.settings.limits.streams
-            )
+            limits = self.settings.limits
+            connections = allowed_connections(limits.connections)
+            if connections < limits.connections:
+                _log.info("at most %d connections: this process may have too few descriptors for more", connections)
+            server = self._grpc.aio.server(options=self._options(connections), maximum_concurrent_rpcs=limits.streams)
             server.add_generic_rpc_handlers(service.handlers())
             port = self._bind(server)
             self.address = f"{self.settings.address.rpartition(':')[0]}:{port}"
@@ -143,12 +146,11 @@ class Server:
             return
         self._say_who()
         ready.set_result(None)
-        limits = self.settings.limits
         background = [
             asyncio.ensure_future(self._host.deadlines.run(min(1.0, limits.push_s / 4, limits.call_s / 4))),
             asyncio.ensure_future(_record(self._telemetry, service)),
             asyncio.ensure_future(self._host.watch_disk()),
-            asyncio.ensure_future(self._sweep(port)),
+            asyncio.ensure_future(self._sweep(port, connections)),
         ]
         await ended.wait()
         while self._host.queued:  # those that stop in the middle are late in the end
@@ -162,19 +164,18 @@ class Server:
             await asyncio.to_thread(self._http.close)
         await asyncio.to_thread(self._host.close)
 
-    def _options(self) -> list[tuple[str, Any]]:
-        limits = self.settings.limits
-        connections = allowed_connections(limits.connections)
-        if connections < limits.connections:
-            _log.info("at most %d connections: this process may have too few descriptors for more", connections)
+    def _options(self, connections: int) -> list[tuple[str, Any]]:
+        limits, tls = self.settings.limits, self.settings.tls
+        # Windows that follow the link would let a stranger send megabytes before its headers are looked at.
+        strangers = not self._host.access.open and (tls is None or tls.client_authority is None)
         return [
             ("grpc.max_receive_message_length", 2 * PART_BYTES),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", 16_384),
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", connections),
-            ("grpc.max_concurrent_streams", limits.streams_per_address),
-            ("grpc.http2.bdp_probe", 0),  # it lets a stranger send megabytes before headers are looked at
+            ("grpc.max_concurrent_streams", min(_STREAMS, limits.streams_per_address)),
+            ("grpc.http2.bdp_probe", int(not strangers)),
             ("grpc.http2.lookahead_bytes", 1024 * limits.read_ahead_kb),
             ("grpc.server_handshake_timeout_ms", int(1000 * limits.call_s)),
             ("grpc.keepalive_time_ms", 60_000),
@@ -184,10 +185,10 @@ class Server:
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ]
 
-    async def _sweep(self, port: int) -> None:
+    async def _sweep(self, port: int, most: int) -> None:
         """End the connections of strangers who stay for too long, or are too many."""
         limits = self.settings.limits
-        connections = Connections(port, limits.connections, limits.connections_per_address, limits.call_s)
+        connections = Connections(port, most, min(most, limits.connections_per_address), limits.call_s)
         self._host.identified = connections.identified
         while True:
             await asyncio.sleep(_SWEEP_S)

@@ -48,8 +48,8 @@ class Limits:
     ``connections`` and ``streams``: connections and calls at a time, in all and per address. An eighth of the
     connections may be strangers', whose caller is not identified yet. ``call_s``: how long a stranger may stay, and
     how long the request of a call may be in coming or an answer in being taken. ``read_ahead_kb``: what a call may
-    send before it is read, a stranger's too. A push has at most a part of 1 MiB and so much under way: on a long link
-    raise it to bandwidth times delay.
+    send before it is read, where strangers can: a push has at most 1 MiB and so much under way. Without `workers`, or
+    with a ``client_authority``, it follows the link by itself.
 
     ``reader_mb``: memory for readers, that is, copies of what they have, and parameters under way to them. None is
     1024, or eight times the model if that is more.

@@ -30,7 +30,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from gradwire.coordinator.journal import Fsync, Journal, Records
-from gradwire.coordinator.push import Push, decoded
+from gradwire.coordinator.push import Decoding, Push, decoded
 from gradwire.coordinator.rules import GradientChangeMode, Model, check_mode
 from gradwire.coordinator.structure import Structure, check_entries
 from gradwire.errors import ConfigError, GradwireError, JournalError, PeerError, WireError
@@ -207,8 +207,7 @@ class Store:
     def _take_over(self, model: Model) -> None:
         self._model = model
         if self._snapshot_mb is None:
-            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters.values())
-            self._most_bytes = max(_JOURNAL_BYTES, 4 * nbytes)
+            self._most_bytes = max(_JOURNAL_BYTES, 4 * model.nbytes)
         else:
             self._most_bytes = self._snapshot_mb * 1e6
 
@@ -268,7 +267,7 @@ class Store:
                 raise JournalError(
                     f"{records.path}: {error} To keep what is before it: gradwire serve repair {records.path}"
                 ) from None
-            self._apply(model, push, decoded("gradients", push.gradients, model.parameters))
+            self._apply(model, push, Decoding("gradients", push.gradients, model.parameters))
             self.replayed += 1
             del record, push  # before there is memory for the next
 
