@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -80,6 +81,20 @@ def test_room_is_noticed_when_no_push_comes(small_disk):
         assert ready(server) == 503
         small_disk.empty()
         until(lambda: ready(server) == 200, 20)
+
+
+def test_records_of_a_run_go_on_too(small_disk, monkeypatch):
+    monkeypatch.setattr("gradwire.coordinator.server._RECORD_S", 0.01)
+    settings = ServeSettings(address="127.0.0.1:0", run_dir=str(small_disk.folder / "run"))
+    with serve(settings, parameters={"w": torch.zeros(2)}):
+        file = small_disk.folder / "run" / "coordinator.jsonl"
+        until(lambda: file.exists() and len(file.read_bytes().splitlines()) > 2, 20)
+        small_disk.fill()
+        time.sleep(2.0)  # for many records
+        before = file.stat().st_size
+        small_disk.empty()
+        until(lambda: file.stat().st_size > before, 20)
+    assert all(isinstance(json.loads(line), dict) for line in file.read_text().splitlines())
 
 
 def test_room_is_noticed_where_a_file_to_append_to_cannot_be_given_room(small_disk, monkeypatch):
