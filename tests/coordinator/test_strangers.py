@@ -252,7 +252,8 @@ def test_calls_whose_request_never_comes_hold_no_place(tmp_path):
             waiting, held = queue.SimpleQueue(), []
             with contextlib.ExitStack() as channels:
                 for _ in range(0, count // 2, 75):  # a connection may have so many calls
-                    channel = channels.enter_context(grpc.insecure_channel(server.address))
+                    alone = (("grpc.use_local_subchannel_pool", 1),)
+                    channel = channels.enter_context(grpc.insecure_channel(server.address, alone))
                     call = channel.stream_unary(method("Describe"))
                     held += [call.future(iter(waiting.get, None), metadata=metadata, timeout=99) for _ in range(75)]
                 assert {each.code().name for each in held} == {status}
