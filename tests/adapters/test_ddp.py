@@ -119,6 +119,33 @@ UNUSUAL = [("complex", "dense", 0), ("complex", "none", 1e-6), ("complex", "int8
 FAILURES = ("start", "encode")
 
 
+STATIC = ("int4", "powersgd:2,start=1+int8")
+STATIC_UNUSUAL = [("mixed", "dense", 0), ("mixed", "none", 1e-2), ("complex", "none", 1e-6), ("complex", "int8", 0.02)]
+
+
+@pytest.fixture(scope="module")
+def dtypes(tmp_path_factory):
+    """What two ranks said of models with parameters of two dtypes, whose graph is static or not."""
+    cases = {
+        **{
+            f"{name}_{static}": ("mixed", {"name": name, "static_graph": static})
+            for name in STATIC
+            for static in (True, False)
+        },
+        **{
+            f"nan_{name}_{at}": ("nonfinite", {"name": name, "mixed": True, "at": at, "static_graph": True})
+            for name in STATIC
+            for at in (0, 2)
+        },
+        **{
+            f"beside_{what}_{name}": ("unusual", {"what": what, "name": name, "static_graph": True})
+            for what, name, _ in STATIC_UNUSUAL
+        },
+        "unused": ("mixed", {"name": "int4", "static_graph": True, "find_unused_parameters": True}),
+    }
+    return said(tmp_path_factory.mktemp("dtypes"), cases, 2)
+
+
 @pytest.fixture(scope="module")
 def edges(tmp_path_factory):
     """What two ranks said of models and options that are seldom used."""
@@ -284,6 +311,33 @@ def test_join_divides_by_the_ranks_that_ddp_divides_by(edges, codec, by_initial)
 @pytest.mark.parametrize(("what", "codec", "most"), UNUSUAL)
 def test_unusual_parameters_have_the_gradients_of_plain_ddp(edges, what, codec, most):
     for rank in same_on_every_rank(edges[f"{what}_{codec}"]):
+        assert rank["worst"] <= most
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", [*(f"{name}_{static}" for name in STATIC for static in (True, False)), "unused"])
+def test_parameters_of_two_dtypes_train_with_a_static_graph_and_without(dtypes, case):
+    for rank in same_on_every_rank(dtypes[case]):
+        assert rank["steps"] == 30
+        assert rank["sent"] > 0
+        assert rank["last"] < rank["first"]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("codec", STATIC)
+def test_nan_in_a_step_of_a_static_graph_is_raised_on_every_rank(dtypes, codec, at):
+    for rank in same_on_every_rank(dtypes[f"nan_{codec}_{at}"], "parameters", "errors"):
+        ((step, error),) = rank["errors"]
+        assert step == at
+        assert re.fullmatch(rf"bucket (\d+) of step {at}: NaN or Inf on ranks \[1\]\. Bucket \1 begins .*", error)
+        assert rank["finite"]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("what", "codec", "most"), STATIC_UNUSUAL)
+def test_gradients_of_two_dtypes_in_a_static_graph_are_those_of_plain_ddp(dtypes, what, codec, most):
+    for rank in same_on_every_rank(dtypes[f"beside_{what}_{codec}"]):
         assert rank["worst"] <= most
 
 
