@@ -354,6 +354,10 @@ def test_gradients_of_two_dtypes_in_a_static_graph_are_those_of_plain_ddp(dtypes
         "float64, auto": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*'dense'",
         "python_reducer": r".*`torch\._dynamo\.config\.optimize_ddp = True` before you wrap",
         "mixed_precision": r".*DistributedDataParallel\(mixed_precision=.*`torch\.autocast`",
+        **{
+            f"skipping, {codec}": r".*\(skip_all_reduce_unused_params=True\).* Wrap the module without it"
+            for codec in ("dense", "int4")
+        },
     }.items(),
 )
 def test_models_that_cannot_be_compressed_are_refused_in_words_that_help(edges, what, words):

@@ -497,6 +497,9 @@ def refused_models(rank):
         finally:
             torch._dynamo.config.optimize_ddp = True
 
+    def skipping():
+        return ddp(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+
     def mixed():
         return ddp(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
 
@@ -507,6 +510,7 @@ def refused_models(rank):
         **{f"float64, {codec}": refusal(lambda: ddp(Net().double()), codec) for codec in ("none", "auto")},
         "python_reducer": refusal(in_python),
         "mixed_precision": refusal(mixed),
+        **{f"skipping, {codec}": refusal(skipping, codec) for codec in ("dense", "int4")},
     }
 
 

@@ -48,6 +48,12 @@ def _check_reduction(model: DistributedDataParallel) -> None:
             "`model` has DistributedDataParallel(mixed_precision=...), which reduces gradients by a hook of its own. "
             "Wrap the module without it, and use `torch.autocast` or a module in bfloat16."
         )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise ConfigError(
+            "`model` has DistributedDataParallel(skip_all_reduce_unused_params=True), which hands over no bucket of "
+            "unused parameters: the end of a step could not be told. Wrap the module without it; "
+            "`find_unused_parameters=True` alone works."
+        )
 
 
 def _check_parameters(model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter], codec: str) -> None:
