@@ -352,6 +352,9 @@ def test_gradients_of_two_dtypes_in_a_static_graph_are_those_of_plain_ddp(dtypes
         "sparse, but ignored": "no error",
         "float64, none": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*'dense'",
         "float64, auto": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*'dense'",
+        "float64 and delayed, dense": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*, "
+        r"or wrap it without `delay_all_reduce_named_params`\.",
+        "float64 and delayed, int4": r".*`model\.float\(\)`.*'dense' \(on CPUs\) and wrap it without `delay_all_",
         "python_reducer": r".*`torch\._dynamo\.config\.optimize_ddp = True` before you wrap",
         "mixed_precision": r".*DistributedDataParallel\(mixed_precision=.*`torch\.autocast`",
         **{

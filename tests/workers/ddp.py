@@ -490,6 +490,11 @@ def refused_models(rank):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(ignored))
         return ddp(module)
 
+    def delayed():
+        net = Net().double()
+        names = {"delay_all_reduce_named_params": [("layers.0.bias", net.layers[0].bias)]}
+        return ddp(net, **names, param_to_hook_all_reduce=net.layers[0].weight)
+
     def in_python():
         torch._dynamo.config.optimize_ddp = "python_reducer"
         try:
@@ -508,6 +513,7 @@ def refused_models(rank):
         "a sparse bag": refusal(lambda: sparse(nn.EmbeddingBag)),
         "sparse, but ignored": refusal(lambda: sparse(ignored=["0.weight"])),
         **{f"float64, {codec}": refusal(lambda: ddp(Net().double()), codec) for codec in ("none", "auto")},
+        **{f"float64 and delayed, {codec}": refusal(delayed, codec) for codec in ("dense", "int4")},
         "python_reducer": refusal(in_python),
         "mixed_precision": refusal(mixed),
         **{f"skipping, {codec}": refusal(skipping, codec) for codec in ("dense", "int4")},
