@@ -1,6 +1,9 @@
 """DistributedDataParallel with compressed gradients, between real processes."""
 
+import copy
+import gc
 import math
+import pickle
 import re
 
 import pytest
@@ -504,6 +507,23 @@ def test_compress_logs_what_travels_in_what(codec, words, caplog):
         torch.distributed.destroy_process_group()
     (line,) = [each.getMessage() for each in caplog.records if each.name == "gradwire"]
     assert re.match(rf"gradients of a step{re.escape(words)}", line), line
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_compression_is_not_copied(copied):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        compression = gradwire.compress(model := nn.parallel.DistributedDataParallel(nn.Linear(64, 64)), "int4")
+        compression._reducer.on_step.append(print)
+        with pytest.raises(ConfigError, match=r"cannot be copied or pickled.* Save its state_dict.*compress"):
+            copied(compression)
+        gc.collect()
+        assert compression._reducer.on_step  # no copy has unhooked it
+        assert type(copy.deepcopy(model)) is type(model)
+        compression.close()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_model_that_is_no_ddp_at_all():

@@ -195,6 +195,13 @@ class Compression:
     def __del__(self) -> None:
         self._reducer.unhook()
 
+    def __reduce__(self) -> Any:
+        """Refuse copies, deep or not: a copy that is deleted would unhook the reducer of the original."""
+        raise ConfigError(
+            "a Compression cannot be copied or pickled: it has the connections and threads of this rank. Save its "
+            "state_dict(). To train a copy of the model, call compress() for that copy."
+        )
+
     def _register(self, model: DistributedDataParallel) -> None:
         model.register_comm_hook(weakref.ref(self), _hook)
         model._comm_hooks.pop()  # a list for copies, which are to have none; DDP's reducer has the hook
