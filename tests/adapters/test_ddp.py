@@ -509,6 +509,27 @@ def test_compress_logs_what_travels_in_what(codec, words, caplog):
     assert re.match(rf"gradients of a step{re.escape(words)}", line), line
 
 
+def test_a_plan_that_auto_remembers_is_logged_when_it_is_taken_up(caplog, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    lines = []
+    try:
+        for _ in range(2):
+            caplog.clear()
+            with caplog.at_level("INFO", logger="gradwire"):
+                model = nn.parallel.DistributedDataParallel(nn.Linear(128, 64))
+                compression = gradwire.compress(model, "auto")
+                for _ in range(25):
+                    model(torch.ones(1, 128)).sum().backward()
+            lines.append([each.getMessage() for each in caplog.records if each.name == "gradwire"])
+            compression.close()
+    finally:
+        torch.distributed.destroy_process_group()
+    what = "dense: 33,024 bytes, 100% of the elements"
+    assert lines == [[f"gradients of a step until the first plan: {what}", f"gradients of a step: {what}"],
+                     [f"gradients of a step: {what}"]]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_compression_is_not_copied(copied):

@@ -109,7 +109,7 @@ def compress(
     if watched is not None:
         compression.watch(watched)
     setattr(model, _KEEPER, _Kept(compression))
-    if not peers.rank:
+    if not peers.rank and compression.plan is None:  # a plan that was remembered is logged as it is taken up
         until = " until the first plan" if auto is not None else ""
         _log.info("gradients of a step%s: %s", until, reducer.composition)
     return compression
