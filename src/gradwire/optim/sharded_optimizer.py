@@ -25,7 +25,7 @@ from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.optim.bucket import Bucket
 from gradwire.optim.configuration import ShardingConfiguration
-from gradwire.optim.elementwise import fractions_of, scope_of
+from gradwire.optim.elementwise import fractions_of, scope_of, why_untried
 from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
 from gradwire.optim.sharded_state import Piece, check_state, cut, in_shape, joined
@@ -132,6 +132,14 @@ class ShardedOptimizerBase(Optimizer):
             raise ConfigError(
                 f"`wrapped_optimizer`, {self._kind}, steps other optimizers, which have parameter groups of their own: "
                 "above stage 0 they would not get what a rank owns. Use ShardingConfiguration(stage=0)."
+            )
+        if scope is None and config.partition != "tensors":
+            why = why_untried(wrapped_optimizer)
+            raise ConfigError(
+                f"`wrapped_optimizer`, {self._kind}, cannot be tried on other tensors: {why}. "
+                "Without a trial nothing shows whether it looks at the gradients of the whole model. If it steps every "
+                "tensor by itself, use ShardingConfiguration(partition='tensors'); if not, "
+                "ShardingConfiguration(stage=0)."
             )
         self.whole = config.stage > 0 and (
             config.partition == "tensors" or (config.partition == "auto" and scope == "tensors")
