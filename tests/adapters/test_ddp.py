@@ -1,6 +1,9 @@
 """DistributedDataParallel with compressed gradients, between real processes."""
 
+import copy
+import gc
 import math
+import pickle
 import re
 
 import pytest
@@ -117,6 +120,33 @@ def answers(folder):
 
 UNUSUAL = [("complex", "dense", 0), ("complex", "none", 1e-6), ("complex", "int8", 0.02), ("float64", "dense", 0)]
 FAILURES = ("start", "encode")
+
+
+STATIC = ("int4", "powersgd:2,start=1+int8")
+STATIC_UNUSUAL = [("mixed", "dense", 0), ("mixed", "none", 1e-2), ("complex", "none", 1e-6), ("complex", "int8", 0.02)]
+
+
+@pytest.fixture(scope="module")
+def dtypes(tmp_path_factory):
+    """What two ranks said of models with parameters of two dtypes, whose graph is static or not."""
+    cases = {
+        **{
+            f"{name}_{static}": ("mixed", {"name": name, "static_graph": static})
+            for name in STATIC
+            for static in (True, False)
+        },
+        **{
+            f"nan_{name}_{at}": ("nonfinite", {"name": name, "mixed": True, "at": at, "static_graph": True})
+            for name in STATIC
+            for at in (0, 2)
+        },
+        **{
+            f"beside_{what}_{name}": ("unusual", {"what": what, "name": name, "static_graph": True})
+            for what, name, _ in STATIC_UNUSUAL
+        },
+        "unused": ("mixed", {"name": "int4", "static_graph": True, "find_unused_parameters": True}),
+    }
+    return said(tmp_path_factory.mktemp("dtypes"), cases, 2)
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +317,33 @@ def test_unusual_parameters_have_the_gradients_of_plain_ddp(edges, what, codec, 
         assert rank["worst"] <= most
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", [*(f"{name}_{static}" for name in STATIC for static in (True, False)), "unused"])
+def test_parameters_of_two_dtypes_train_with_a_static_graph_and_without(dtypes, case):
+    for rank in same_on_every_rank(dtypes[case]):
+        assert rank["steps"] == 30
+        assert rank["sent"] > 0
+        assert rank["last"] < rank["first"]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("codec", STATIC)
+def test_nan_in_a_step_of_a_static_graph_is_raised_on_every_rank(dtypes, codec, at):
+    for rank in same_on_every_rank(dtypes[f"nan_{codec}_{at}"], "parameters", "errors"):
+        ((step, error),) = rank["errors"]
+        assert step == at
+        assert re.fullmatch(rf"bucket (\d+) of step {at}: NaN or Inf on ranks \[1\]\. Bucket \1 begins .*", error)
+        assert rank["finite"]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("what", "codec", "most"), STATIC_UNUSUAL)
+def test_gradients_of_two_dtypes_in_a_static_graph_are_those_of_plain_ddp(dtypes, what, codec, most):
+    for rank in same_on_every_rank(dtypes[f"beside_{what}_{codec}"]):
+        assert rank["worst"] <= most
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     {
@@ -298,8 +355,15 @@ def test_unusual_parameters_have_the_gradients_of_plain_ddp(edges, what, codec, 
         "sparse, but ignored": "no error",
         "float64, none": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*'dense'",
         "float64, auto": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*'dense'",
+        "float64 and delayed, dense": r".*'layers\.0\.weight' is torch\.float64.*`model\.float\(\)`.*, "
+        r"or wrap it without `delay_all_reduce_named_params`\.",
+        "float64 and delayed, int4": r".*`model\.float\(\)`.*'dense' \(on CPUs\) and wrap it without `delay_all_",
         "python_reducer": r".*`torch\._dynamo\.config\.optimize_ddp = True` before you wrap",
         "mixed_precision": r".*DistributedDataParallel\(mixed_precision=.*`torch\.autocast`",
+        **{
+            f"skipping, {codec}": r".*\(skip_all_reduce_unused_params=True\).* Wrap the module without it"
+            for codec in ("dense", "int4")
+        },
     }.items(),
 )
 def test_models_that_cannot_be_compressed_are_refused_in_words_that_help(edges, what, words):
@@ -443,6 +507,44 @@ def test_compress_logs_what_travels_in_what(codec, words, caplog):
         torch.distributed.destroy_process_group()
     (line,) = [each.getMessage() for each in caplog.records if each.name == "gradwire"]
     assert re.match(rf"gradients of a step{re.escape(words)}", line), line
+
+
+def test_a_plan_that_auto_remembers_is_logged_when_it_is_taken_up(caplog, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    lines = []
+    try:
+        for _ in range(2):
+            caplog.clear()
+            with caplog.at_level("INFO", logger="gradwire"):
+                model = nn.parallel.DistributedDataParallel(nn.Linear(128, 64))
+                compression = gradwire.compress(model, "auto")
+                for _ in range(25):
+                    model(torch.ones(1, 128)).sum().backward()
+            lines.append([each.getMessage() for each in caplog.records if each.name == "gradwire"])
+            compression.close()
+    finally:
+        torch.distributed.destroy_process_group()
+    what = "dense: 33,024 bytes, 100% of the elements"
+    assert lines == [[f"gradients of a step until the first plan: {what}", f"gradients of a step: {what}"],
+                     [f"gradients of a step: {what}"]]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_compression_is_not_copied(copied):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        compression = gradwire.compress(model := nn.parallel.DistributedDataParallel(nn.Linear(64, 64)), "int4")
+        compression._reducer.on_step.append(print)
+        with pytest.raises(ConfigError, match=r"cannot be copied or pickled.* Save its state_dict.*compress"):
+            copied(compression)
+        gc.collect()
+        assert compression._reducer.on_step  # no copy has unhooked it
+        assert type(copy.deepcopy(model)) is type(model)
+        compression.close()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_model_that_is_no_ddp_at_all():

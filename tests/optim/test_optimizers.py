@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire import ConfigError, ShardedOptimizerBase
+from gradwire import ConfigError, ShardedOptimizerBase, ShardingConfiguration
+from gradwire.optim.elementwise import scope_of
 from gradwire.optim.sharded_state import cut, joined
 from gradwire.optim.wrapping import load_optimizer, saved_optimizer
 from gradwire.tree import from_bytes, to_bytes
@@ -182,6 +183,107 @@ class Both(torch.optim.SGD):
 def test_optimizers_that_step_others_are_refused_above_stage_0():
     with pytest.raises(ConfigError, match=r"Both, steps other optimizers, .* Use ShardingConfiguration\(stage=0\)"):
         ShardedOptimizerBase(Both(torch.nn.Linear(2, 2).parameters()))
+
+
+class Clipping(torch.optim.Optimizer):
+    """As Lamb does: clips by the norm of all gradients, if a group says so. It may halve its rate in place."""
+
+    def __init__(self, params, lr=0.01, max_grad_norm=0.0, decay=1.0, **more):
+        super().__init__(params, {"lr": lr, "max_grad_norm": max_grad_norm, "decay": decay, **more})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.grad is not None]
+            most = group.get("clip", 0.0) or group["max_grad_norm"]
+            norm = torch.stack([p.grad.norm() for p in used]).norm()
+            for p in used:
+                p.sub_(group["lr"] * p.grad * (min(1.0, most / float(norm)) if most else 1.0))
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].mul_(group["decay"])
+
+
+class Passing(Clipping):
+    """Takes all settings by name, whatever they are."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+
+
+class Scheduled(Clipping):
+    """Needs an argument that it does not keep."""
+
+    def __init__(self, params, total_steps, max_grad_norm=0.0):
+        super().__init__(params, 1 / total_steps, max_grad_norm)
+
+
+def weights(count):
+    return [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(count)]
+
+
+CLIPPED = {
+    "never": (lambda: Clipping(weights(2)), "elements"),
+    "by default": (lambda: Clipping(weights(2), max_grad_norm=0.5), "model"),
+    "in the only group": (lambda: Clipping([{"params": weights(2), "max_grad_norm": 0.5}]), "model"),
+    "in the second group": (
+        lambda: Clipping([{"params": weights(2)}, {"params": weights(2), "max_grad_norm": 0.5}]),
+        "model",
+    ),
+    "in all groups but one": (
+        lambda: Clipping([{"params": weights(1), "max_grad_norm": 0}, {"params": weights(2)}], max_grad_norm=0.5),
+        "model",
+    ),
+    "by no argument": (lambda: Clipping([{"params": weights(2), "clip": 0.5}]), "model"),
+    "by any argument": (lambda: Passing(weights(2), max_grad_norm=0.5), "model"),
+    "from a rate of 0": (lambda: Clipping(weights(2), lr=0.0, max_grad_norm=0.5), "model"),
+    "never, at other rates": (
+        lambda: Clipping([{"params": weights(1), "lr": 0.5}, {"params": weights(1)}]),
+        "elements",
+    ),
+    "but not tried": (lambda: Scheduled(weights(2), 100), None),
+}
+
+
+@pytest.mark.parametrize("how", CLIPPED)
+def test_what_the_settings_of_any_group_ask_for_is_tried(how):
+    make, scope = CLIPPED[how]
+    assert scope_of(make()) == scope
+
+
+def test_a_trial_changes_no_setting_and_begins_without_what_steps_have_measured():
+    optimizer = Clipping(weights(2), lr=torch.tensor(0.5), decay=0.5)
+    assert scope_of(optimizer) == "elements"
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    stepped = Clipping(weights(1))
+    stepped.state[stepped.param_groups[0]["params"][0]]["step"] = 1
+    stepped.param_groups[0]["clip"] = 0.5  # who knows who has set it
+    assert scope_of(stepped) == "elements"
+
+
+@pytest.mark.parametrize("partition", ["auto", "elements"])
+def test_an_optimizer_that_cannot_be_tried_is_refused_above_stage_0(partition):
+    words = (
+        r"`wrapped_optimizer`, Scheduled, cannot be tried .*: TypeError: .*'total_steps'\..*partition='tensors'.*=0\)"
+    )
+    with pytest.raises(ConfigError, match=words):
+        ShardedOptimizerBase(Scheduled(weights(2), 100), ShardingConfiguration(partition=partition))
+
+
+def test_an_optimizer_that_cannot_be_tried_gets_whole_tensors_if_told_so():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for settings, whole in (({"partition": "tensors"}, True), ({"stage": 0}, False)):
+            optimizer = ShardedOptimizerBase(Scheduled(weights(2), 100), ShardingConfiguration(**settings))
+            assert optimizer.whole == whole
+            optimizer.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_settings_of_a_group_are_refused_like_defaults():
+    groups = [{"params": weights(2)}, {"params": weights(2), "max_grad_norm": 0.5}]
+    with pytest.raises(ConfigError, match=r"Clipping, looks at the gradients of the whole model .*\(stage=0\)"):
+        ShardedOptimizerBase(Clipping(groups))
 
 
 def test_sparse_adam_is_refused():

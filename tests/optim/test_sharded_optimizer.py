@@ -1,6 +1,7 @@
 """``GradientCompressionOptimizer`` and its base, between real processes."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -52,6 +53,8 @@ def cases_of_two(folder):
     for name in ("unusual_parameters", "misused", "uneven_loaders", "different_steps"):
         cases[name] = (name, {})
     cases["buffers"] = ("buffers", {"folder": folder})
+    for stage in STAGES:
+        cases["changed inside", stage] = ("changed_inside", {"stage": stage})
     for name in ("twice_without_no_sync", "with_closure", "scaled_without_telling", "no_gradients",
                  "first_ranks_weights", "scaled_gradients", "compiled", "stopped"):  # fmt: skip
         cases[name] = (name, {})
@@ -227,6 +230,23 @@ def test_misuse_is_refused_with_advice(two):
         assert "unknown codec 'bogus'" in rank["codec"]
         assert "`model` must be the one whose parameters the optimizer has" in rank["model"]
         assert rank["closed"] == ["close() was called: this optimizer can no longer be used."] * 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_would_be_lost_of_changes_to_the_wrapped_optimizer_is_refused(two, stage):
+    words = {
+        "loaded": r"`wrapped_optimizer`, AdamW, has another `param_groups` .* Call load_state_dict\(\) or",
+        "state": r"`wrapped_optimizer`, AdamW, has another `state` than when it was wrapped",
+        "appended": r"parameters were added .* AdamW, have \[11\] of them, and had \[10\]\. Wrap it after",
+        "taken": r".* or taken from it: .* have \[9\] of them, and had \[10\]",
+        "group": r".* have \[10, 1\] of them, and had \[10\]",
+    }
+    for rank in without_error(two["changed inside", stage]):
+        assert rank.keys() == words.keys()
+        for what, (refusal, saved_too, left_alone) in rank.items():
+            assert re.match(words[what], refusal)
+            assert saved_too
+            assert left_alone
 
 
 def test_epochs_have_as_many_batches_as_every_rank_has(two):

@@ -298,6 +298,32 @@ def test_what_a_plan_costs_is_remembered(training, tmp_path, monkeypatch):
         assert "the first plan" in training(settings=Auto()).until(lambda pilot: pilot.plan).events[0].what
 
 
+def compositions(caplog):
+    """What was said to travel in what, since the last time it was asked for."""
+    lines = [each.getMessage() for each in caplog.records if each.name == "gradwire"]
+    caplog.clear()
+    return lines
+
+
+def test_a_plan_that_is_taken_up_logs_what_travels_in_what(training, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("gradwire.planner.autopilot._LINK_DRIFT", 100.0)  # a busy machine makes the same link another
+    caplog.set_level("INFO", logger="gradwire")
+    first = training(settings=Auto(), bits_per_s=2e7)
+    first.until(lambda pilot: pilot.settled)
+    *_, line = compositions(caplog)
+    assert line == f"gradients of a step: {first.reducers[0].composition}"
+    again = training(settings=Auto(), bits_per_s=2e7)
+    again.run(1)
+    assert again.pilots[0].plan.methods == first.pilots[0].plan.methods
+    assert compositions(caplog) == [line]
+    resumed = training(settings=Auto(), bits_per_s=1e8)
+    for reducer, pilot, old, of_old in zip(resumed.reducers, resumed.pilots, first.reducers, first.pilots, strict=True):
+        reducer.load_state_dict(old.state_dict())
+        pilot.load_state_dict(of_old.state_dict())
+    assert compositions(caplog) == [line]
+
+
 def test_the_plan_of_an_earlier_training_over_another_link_is_not_taken_up(training, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     training(settings=Auto(), bits_per_s=2e7).until(lambda pilot: pilot.settled)

@@ -48,6 +48,19 @@ class Recomputing(Net):
         return computed_again(self.layers[-1], x, use_reentrant=True)
 
 
+class Mixed(nn.Module):
+    """A layer in bfloat16 between layers and a norm in float32."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(32, 160), nn.LayerNorm(64), nn.Linear(64, 10)
+        self.middle = nn.Linear(160, 64).bfloat16()
+
+    def forward(self, x):
+        return self.last(self.norm(self.middle(torch.tanh(self.first(x)).bfloat16()).float()))
+
+
 class Branches(nn.Module):
     """The middle of it is used on some steps only, and then perhaps not on every rank."""
 
@@ -258,6 +271,19 @@ def options(rank, **given):
     }
 
 
+def mixed(rank, name, **given):
+    """Trained with parameters of two dtypes."""
+    model, compression = compressed(name, Mixed(), **given)
+    losses = train(model, sgd(model), range(30), rank)
+    return {
+        "parameters": parameters(model),
+        "first": sum(losses[:5]),
+        "last": sum(losses[-5:]),
+        "steps": compression.rounds,
+        "sent": compression.traffic.sent_bytes,
+    }
+
+
 def rebuild(rank, ranks):
     """DDP puts parameters in other buckets after the first step; residuals go with them, and nothing is lost.
 
@@ -375,9 +401,10 @@ class Complex(nn.Module):
         return self.last((torch.tanh(self.first(x)).to(self.spectral.dtype) @ self.spectral + self.phase).abs())
 
 
-def unusual(rank, what, name):
+def unusual(rank, what, name, **given):
     """The gradients of a model of unusual parameters beside plain DDP's, over steps of the same parameters."""
-    plain, ours = (ddp(Complex() if what == "complex" else Net().double()) for _ in range(2))
+    makers = {"complex": Complex, "mixed": Mixed, "float64": lambda: Net().double()}
+    plain, ours = (ddp(makers[what](), **given) for _ in range(2))
     gradwire.compress(ours, name, timeout_s=TIMEOUT_S)
     optimizers = [sgd(plain), sgd(ours)]
     worst = 0.0
@@ -463,12 +490,20 @@ def refused_models(rank):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(ignored))
         return ddp(module)
 
+    def delayed():
+        net = Net().double()
+        names = {"delay_all_reduce_named_params": [("layers.0.bias", net.layers[0].bias)]}
+        return ddp(net, **names, param_to_hook_all_reduce=net.layers[0].weight)
+
     def in_python():
         torch._dynamo.config.optimize_ddp = "python_reducer"
         try:
             return ddp(bucket_cap_mb=1)
         finally:
             torch._dynamo.config.optimize_ddp = True
+
+    def skipping():
+        return ddp(find_unused_parameters=True, skip_all_reduce_unused_params=True)
 
     def mixed():
         return ddp(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
@@ -478,8 +513,10 @@ def refused_models(rank):
         "a sparse bag": refusal(lambda: sparse(nn.EmbeddingBag)),
         "sparse, but ignored": refusal(lambda: sparse(ignored=["0.weight"])),
         **{f"float64, {codec}": refusal(lambda: ddp(Net().double()), codec) for codec in ("none", "auto")},
+        **{f"float64 and delayed, {codec}": refusal(delayed, codec) for codec in ("dense", "int4")},
         "python_reducer": refusal(in_python),
         "mixed_precision": refusal(mixed),
+        **{f"skipping, {codec}": refusal(skipping, codec) for codec in ("dense", "int4")},
     }
 
 
@@ -570,16 +607,16 @@ def checkpoint(rank, name, folder, **options):
     }
 
 
-def nonfinite(rank, name, recomputing=False, **options):
-    """NaN on one rank in the third step: raised on every rank, and training goes on."""
-    model, _ = compressed(name, Recomputing() if recomputing else None, **options)
+def nonfinite(rank, name, recomputing=False, mixed=False, at=2, **options):
+    """NaN on one rank in a step, the third if not told: raised on every rank, and training goes on."""
+    model, _ = compressed(name, Recomputing() if recomputing else Mixed() if mixed else None, **options)
     optimizer = sgd(model)
     errors = []
     for step in range(6):
         optimizer.zero_grad()
         loss = loss_of(model, step, rank)
         try:
-            (loss * torch.nan if step == 2 and rank == 1 else loss).backward()
+            (loss * torch.nan if step == at and rank == 1 else loss).backward()
         except NonFiniteError as error:
             errors.append([step, str(error)])
             continue
@@ -792,7 +829,7 @@ CASES = {
     "closed": closed, "traffic_is_the_last_steps": traffic_is_the_last_steps, "checkpoint": checkpoint,
     "planned": planned, "taken_over": taken_over, "ignored": ignored, "always_dense": always_dense,
     "unusual": unusual, "refused_models": refused_models, "failing": failing,
-    "adapters": adapters,
+    "adapters": adapters, "mixed": mixed,
 }  # fmt: skip
 OF_RANKS = {
     "rebuild": rebuild, "scaler": scaler, "uneven": uneven, "two_groups": two_groups, "two_models": two_models,

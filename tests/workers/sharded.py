@@ -1,5 +1,6 @@
 """Cases of sharded optimizers, run by ranks that are real processes."""
 
+import contextlib
 import copy
 import math
 import os
@@ -800,6 +801,34 @@ def misused(rank):
     return said
 
 
+def changed_inside(rank, stage):
+    """What is said of things done to the wrapped optimizer, and whether the refused step left the weights alone."""
+
+    def extra():
+        return nn.Parameter(torch.zeros(3))
+
+    changes = {
+        "loaded": lambda inner, whole: inner.load_state_dict(whole),
+        "state": lambda inner, whole: setattr(inner, "state", dict(inner.state)),
+        "appended": lambda inner, whole: inner.param_groups[0]["params"].append(extra()),
+        "taken": lambda inner, whole: inner.param_groups[0]["params"].pop(),
+        "group": lambda inner, whole: inner.add_param_group({"params": [extra()]}),
+    }
+    found = {}
+    for what, change in changes.items():
+        model = Net()
+        made = wrapped(model, stage=stage)
+        train(model, made, rank, 2)
+        change(made.wrapped, made.full_state_dict())
+        before, saved = checksum(model), ""
+        with contextlib.suppress(KeyError, ValueError):
+            saved = words_of(made.state_dict)
+        words = words_of(lambda model=model, made=made: train(model, made, rank, 1))
+        found[what] = [words, words == saved, checksum(model) == before]
+        made.close()
+    return found
+
+
 def uneven_loaders(rank):
     model = Net()
     made = wrapped(model)
@@ -849,8 +878,8 @@ CASES = {
         scaled_without_telling, branches, no_gradients, nonfinite, resumed, saved, loaded, refused, synchronized,
         exported, wrapped_after_training, first_ranks_weights, scaled_gradients, different, half, memory, compiled,
         stopped, optimized, resumed_epochs, damaged, kept, partitioned, over_gloo, distributed_checkpoint,
-        edited, unscaled_and_clipped, replaced_weights, frozen, unusual_parameters, misused, uneven_loaders,
-        different_steps, buffers,
+        edited, unscaled_and_clipped, replaced_weights, frozen, unusual_parameters, misused, changed_inside,
+        uneven_loaders,        different_steps, buffers,
     )
 }  # fmt: skip
 

@@ -109,7 +109,7 @@ def compress(
     if watched is not None:
         compression.watch(watched)
     setattr(model, _KEEPER, _Kept(compression))
-    if not peers.rank:
+    if not peers.rank and compression.plan is None:  # a plan that was remembered is logged as it is taken up
         until = " until the first plan" if auto is not None else ""
         _log.info("gradients of a step%s: %s", until, reducer.composition)
     return compression
@@ -145,7 +145,7 @@ class _Failures:
     """
 
     def __init__(self) -> None:
-        self.by_bucket: dict[int, BaseException] = {}
+        self.by_bucket: dict[int, BaseException] = {}  # by the parameters that were handed over before the bucket
         self.wait = False  # whether the backward under way raises them
 
     def begin(self) -> None:
@@ -180,6 +180,7 @@ class Compression:
         self._model, self._reducer, self._autopilot = weakref.ref(model), reducer, autopilot
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._failures = _Failures()
+        self._handed_over = 0  # parameters of the step so far
         self._share = 1.0  # of the ranks of this step, by which its means are too small
         self._watch: Watch | None = None
         self.telemetry: Telemetry | None = None
@@ -193,6 +194,13 @@ class Compression:
 
     def __del__(self) -> None:
         self._reducer.unhook()
+
+    def __reduce__(self) -> Any:
+        """Refuse copies, deep or not: a copy that is deleted would unhook the reducer of the original."""
+        raise ConfigError(
+            "a Compression cannot be copied or pickled: it has the connections and threads of this rank. Save its "
+            "state_dict(). To train a copy of the model, call compress() for that copy."
+        )
 
     def _register(self, model: DistributedDataParallel) -> None:
         model.register_comm_hook(weakref.ref(self), _hook)
@@ -291,10 +299,21 @@ class Compression:
         """Whether what this rank kept is enough for it: yes, if there are as many ranks as there were."""
         return bool(states[0].get("ranks") == self.peers.size)
 
-    def _gradients(self, bucket: GradBucket, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
-        """Return what gives the gradients of a bucket, in its memory."""
+    def _count(self, parameters: int) -> tuple[int, bool]:
+        """Return how many parameters of the step came before those of a bucket, and whether the bucket is the last.
+
+        In the first step of a static graph DDP numbers all buckets 0, so that none of several is the last.
+        """
+        before = self._handed_over
+        now = before + parameters
+        last = now == len(self._reducer.parameters)
+        self._handed_over = 0 if last else now
+        return before, last
+
+    def _gradients(self, bucket: GradBucket, first: Tensor, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
+        """Return what gives the gradients of a bucket, in its memory; ``first`` is the first of its parameters."""
         parameters = [self._reducer.parameters[name] for name in names]
-        if parameters[0].numel() == bucket.parameters()[0].numel():
+        if parameters[0].numel() == first.numel():
             return bucket.gradients
         # DDP cuts the pairs of complex numbers as if they were single ones.
         pieces = torch.split(bucket.buffer(), [each.numel() for each in parameters])
@@ -327,8 +346,9 @@ class Compression:
 
 
 def _hook(state: "weakref.ref[Compression]", bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    compression, buffer, index = state(), bucket.buffer(), bucket.index()
+    compression, buffer, parameters = state(), bucket.buffer(), bucket.parameters()
     assert compression is not None  # the model keeps it
+    place, last = compression._count(len(parameters))
     result: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.device.type == "cuda" else None
     )
@@ -340,7 +360,7 @@ def _hook(state: "weakref.ref[Compression]", bucket: GradBucket) -> torch.future
             if error is None and share != 1:
                 buffer.div_(share)
             elif error is not None and failures.wait:
-                failures.by_bucket[index], error = error, None
+                failures.by_bucket[place], error = error, None
                 buffer.fill_(torch.nan)
         except Exception as why:
             error = why
@@ -351,13 +371,13 @@ def _hook(state: "weakref.ref[Compression]", bucket: GradBucket) -> torch.future
 
     try:
         # Callbacks are those of the backward that runs: the first bucket's may be one inside another (checkpointing).
-        if (first := reducer.is_between_steps) or bucket.is_last():
+        if (first := reducer.is_between_steps) or last:
             failures.begin()
         if first:
             compression._begin_step()
         share = compression._share
-        names = [compression._names[id(parameter)] for parameter in bucket.parameters()]
-        reducing = reducer.start(names, compression._gradients(bucket, names), last=bucket.is_last(), flat=buffer)
+        names = [compression._names[id(parameter)] for parameter in parameters]
+        reducing = reducer.start(names, compression._gradients(bucket, parameters[0], names), last=last, flat=buffer)
     except BaseException as error:
         reducer.give_up(error)
         complete(error)

@@ -48,6 +48,12 @@ def _check_reduction(model: DistributedDataParallel) -> None:
             "`model` has DistributedDataParallel(mixed_precision=...), which reduces gradients by a hook of its own. "
             "Wrap the module without it, and use `torch.autocast` or a module in bfloat16."
         )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise ConfigError(
+            "`model` has DistributedDataParallel(skip_all_reduce_unused_params=True), which hands over no bucket of "
+            "unused parameters: the end of a step could not be told. Wrap the module without it; "
+            "`find_unused_parameters=True` alone works."
+        )
 
 
 def _check_parameters(model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter], codec: str) -> None:
@@ -62,13 +68,17 @@ def _check_parameters(model: DistributedDataParallel, parameters: Mapping[str, n
                 "parameter out, by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) "
                 "before you wrap the module, and reduce its gradient yourself."
             )
+    # DDP's own all-reduce keeps 64 bits, and is not to be had with delayed parameters.
+    delayed = bool(getattr(model, "_delay_all_reduce_params", ()))
     for name, parameter in parameters.items():
         dense = codec == "dense" and parameter.device.type == "cpu"
-        if parameter.dtype in (torch.float64, torch.complex128) and not dense:
+        if parameter.dtype in (torch.float64, torch.complex128) and (delayed or not dense):
+            without = "wrap it without `delay_all_reduce_named_params`"
+            other = without if dense else "take `codec` 'dense' (on CPUs)"
+            other += f" and {without}" if delayed and not dense else ""
             raise ConfigError(
                 f"`model` has parameters of double precision: {name!r} is {parameter.dtype}, and its gradient would "
-                "travel in 32 bits. Convert the module with `model.float()` before you wrap it, or take `codec` "
-                "'dense' (on CPUs)."
+                f"travel in 32 bits. Convert the module with `model.float()` before you wrap it, or {other}."
             )
 
 

@@ -27,7 +27,7 @@ class ShardingConfiguration:
     ``gradients`` and ``weights`` name codecs to use instead of those that a compression ratio asks for.
     ``partition`` says what a rank owns: slices of ``"elements"``, whole ``"tensors"``, which optimizers need that look
     at a whole matrix (Adafactor), or ``"auto"``: elements if a trial of the optimizer shows that they make no
-    difference.
+    difference. An optimizer that cannot be tried needs ``"tensors"``, or stage 0.
 
     >>> ShardingConfiguration.low_bandwidth().bucket_bytes > ShardingConfiguration.high_bandwidth().bucket_bytes
     True

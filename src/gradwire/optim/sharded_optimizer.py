@@ -25,7 +25,7 @@ from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError, NonFiniteError
 from gradwire.optim.bucket import Bucket
 from gradwire.optim.configuration import ShardingConfiguration
-from gradwire.optim.elementwise import fractions_of, scope_of
+from gradwire.optim.elementwise import fractions_of, scope_of, why_untried
 from gradwire.optim.plan import Plan, make_plan
 from gradwire.optim.run import OptimizationData, OptimizationResult, optimize
 from gradwire.optim.sharded_state import Piece, check_state, cut, in_shape, joined
@@ -133,6 +133,14 @@ class ShardedOptimizerBase(Optimizer):
                 f"`wrapped_optimizer`, {self._kind}, steps other optimizers, which have parameter groups of their own: "
                 "above stage 0 they would not get what a rank owns. Use ShardingConfiguration(stage=0)."
             )
+        if scope is None and config.partition != "tensors":
+            why = why_untried(wrapped_optimizer)
+            raise ConfigError(
+                f"`wrapped_optimizer`, {self._kind}, cannot be tried on other tensors: {why}. "
+                "Without a trial nothing shows whether it looks at the gradients of the whole model. If it steps every "
+                "tensor by itself, use ShardingConfiguration(partition='tensors'); if not, "
+                "ShardingConfiguration(stage=0)."
+            )
         self.whole = config.stage > 0 and (
             config.partition == "tensors" or (config.partition == "auto" and scope == "tensors")
         )
@@ -173,12 +181,31 @@ class ShardedOptimizerBase(Optimizer):
     def _share_groups(self) -> None:
         self.param_groups, self.state = self.wrapped.param_groups, self.wrapped.state
 
+    def _check_shared(self) -> None:
+        """Raise if the wrapped optimizer was given other groups, another state or other parameters meanwhile."""
+        wrapped, where = self.wrapped, f"`wrapped_optimizer`, {self._kind},"
+        for name, mine, its in (
+            ("param_groups", self.param_groups, wrapped.param_groups),
+            ("state", self.state, wrapped.state),
+        ):
+            if mine is not its:
+                raise ConfigError(
+                    f"{where} has another `{name}` than when it was wrapped, as after its load_state_dict(): this "
+                    "optimizer would go on without it. Call load_state_dict() or deserialize() of this optimizer; "
+                    "a state of the wrapped one is loaded before it is wrapped."
+                )
+        counts = [len(group[_INNER]) for group in wrapped.param_groups]
+        if counts != self._counts:
+            raise ConfigError(
+                f"parameters were added to a sharded optimizer, or taken from it: the groups of {where} have {counts} "
+                f"of them, and had {self._counts}. Wrap it after you have added them."
+            )
+
     @contextmanager
     def _inside(self) -> Iterator[Optimizer]:
         """The wrapped optimizer, with what lives here in its groups in place of whole parameters."""
+        self._check_shared()
         whole = [group[_INNER] for group in self.wrapped.param_groups]
-        if len(whole) != len(self._pieces_of_groups):
-            raise ConfigError("parameters were added to a sharded optimizer: wrap it after you have added them.")
         if self.config.stage == 0:
             yield self.wrapped
             return
@@ -274,6 +301,7 @@ class ShardedOptimizerBase(Optimizer):
     def _move_states(self) -> None:
         """Give the wrapped optimizer the pieces that live here instead of parameters, and what it knows of them."""
         pieces = self._pieces()
+        self._counts = [len(group[_INNER]) for group in self.param_groups]
         self._pieces_of_groups = [
             [piece for p in group[_INNER] for piece, _, _ in pieces.get(id(p), [])] for group in self.param_groups
         ]
@@ -447,6 +475,7 @@ class ShardedOptimizerBase(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with the mean of all ranks' gradients. Every rank must call it."""
         self._check_open()
+        self._check_shared()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -631,6 +660,7 @@ class ShardedOptimizerBase(Optimizer):
         Save it between steps, on every rank. It holds dicts, lists, tensors, numbers and strings only.
         """
         self._check_open()
+        self._check_shared()
         if any(bucket.sent for bucket in self.buckets):
             raise ConfigError("save the state between steps: gradients of this one have been sent.")
         places = {key: str(place) for key, place in self._places.items()}

@@ -34,6 +34,7 @@ FIRST: Final = "int8"
 _FIRST_PLAN: Final = "the first plan"
 _RESUMED: Final = "the first plan after a checkpoint"
 _log: Final = logging.getLogger(__name__)
+_composition_log: Final = logging.getLogger("gradwire")  # where ``compress`` logs it
 
 _PROFILE_STEPS: Final = 6  # before the first plan; DDP makes its buckets anew after the first
 _LOOK_STEPS: Final = 2  # before a first look at the link
@@ -195,6 +196,7 @@ class Autopilot:
         self._forbidden: dict[str, int] = {}  # methods, until a step
         self._cache = PlanCache(reducer.parameters, reducer.peers.size)
         self._loss, self._best_loss, self._bad_losses = math.nan, math.inf, 0
+        self._composition = ""  # that was logged last
         reducer.assign(dict.fromkeys(reducer.parameters, settings.first))
         reducer.between = self._between
 
@@ -263,6 +265,13 @@ class Autopilot:
         if self.reducer.peers.rank == 0:
             _log.info("%s", event)
 
+    def _log_composition(self) -> None:
+        """Log what travels in what, as ``compress`` does, if a plan that is taken up has changed it."""
+        if self.reducer.peers.rank == 0 and _composition_log.isEnabledFor(logging.INFO):
+            before, self._composition = self._composition, self.reducer.composition
+            if self._composition != before:
+                _composition_log.info("gradients of a step: %s", self._composition)
+
     def _recall(self) -> bool:
         """Take up the plans of the last training, if the link is what it was; their steps are timed again."""
         peers, tags = self.reducer.peers, self.reducer.next_tags
@@ -281,6 +290,7 @@ class Autopilot:
         self._resting = [plan for plan in plans if plan not in self._rivals]
         self._measured, self._recalled = [], True
         self._fly(replace(plans[0], measured_s=None, reason="the last training"))
+        self._log_composition()
         self._enter(_Phase.CONTEST)
         return True
 
@@ -533,6 +543,7 @@ class Autopilot:
             took = "; ".join(f"{plan.name} took {1000 * (plan.measured_s or 0):.0f} ms" for plan, _ in timed)
             self._say(f"{took}: {best.name} it is")
         self._fly(best)
+        self._log_composition()
         others = [plan for plan in [*self._rivals[done:], *self._resting] if plan.measured_s]
         every = [*(plan for plan, _ in timed), *others]
         different = {str(sorted(plan.methods.items())): plan.to_json() for plan in reversed(every)}
@@ -671,6 +682,7 @@ class Autopilot:
         self._situation = self._pace = self._incumbent = None
         self._recalled, self._reason = False, _RESUMED
         if state["settled"] and self.plan is not None:
+            self._log_composition()
             self._enter(_Phase.CRUISING)
             self._probed = self._tried = self.reducer.step
         else:
