@@ -305,7 +305,8 @@ def _read(path: Path, checksum: int, nbytes: int) -> dict[str, Any]:
         raise CheckpointError(f"a file of the checkpoint cannot be read: {error}.") from error
     if len(data) != nbytes or crc32(data) != checksum:
         raise CheckpointError(
-            f"{path} is damaged: {len(data)} bytes with checksum {crc32(data)}, not {nbytes} with {checksum}."
+            f"{path} is damaged: it has {len(data)} bytes with checksum {crc32(data)}; {_MARKER} says {nbytes} bytes "
+            f"with {checksum}."
         )
     try:
         tree = from_bytes(data)

@@ -113,6 +113,7 @@ MARKERS = {
     "ranks that are text": b'{"format": 1, "ranks": "2", "files": [[1, 2], [3, 4]]}',
     "negative sizes": b'{"format": 1, "ranks": 2, "files": [[1, -1], [1, -1]]}',
     "a number": b"7",
+    "a huge size": b'{"format": 1, "ranks": 2, "files": [[1, 1152921504606846976], [3, 1099511627776]]}',
 }
 
 
