@@ -39,6 +39,8 @@ def two(tmp_path_factory):
     if can_mount(disk):
         cases["full disk"] = ("full_disk", {"folder": f"{folder}/full", "disk": str(disk)})
         cases["again", "full disk"] = ("saved_again", {"folder": "", "why": "full disk", "disk": str(disk)})
+    how = {"folder": f"{folder}/distributed", "disk": str(disk) if can_mount(disk) else None}
+    cases["distributed"] = ("distributed", how)
     for why in ("unsavable", "COMPLETE", "rank-00001"):
         cases["again", why] = ("saved_again", {"folder": f"{folder}/again-{why}", "why": why})
     cases["markers"] = ("markers", {"folder": f"{folder}/markers"})
@@ -80,6 +82,18 @@ def test_a_failed_save_leaves_an_earlier_checkpoint_of_the_step(two, why):
         assert seconds < SOON_S
         assert ("got object at 'extra/save'" if why == "unsavable" else "No space left on device") in words
         assert (answer["loaded 3"], answer["loaded 4"], answer["files"]) == (3, 4, 3)
+
+
+@pytest.mark.parametrize("why", ["unsavable", "damaged", "full disk"])
+def test_a_failure_of_torchs_checkpoints_is_an_error_of_ours_on_every_rank(two, why):
+    for answer in without_error(two["distributed"]):
+        if why not in answer:
+            pytest.skip("a disk of a size of our own needs the right to mount one")
+        kind, words, seconds = answer[why]
+        assert kind == "CheckpointError", words
+        assert "/disk was not saved" in words if why == "full disk" else "/distributed" in words, words
+        assert "Traceback" not in words
+        assert seconds < SOON_S
 
 
 def test_a_step_that_is_saved_again_can_be_loaded_whenever_the_ranks_are_killed(tmp_path):

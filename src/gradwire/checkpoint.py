@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from gradwire.collectives.peers import Peers, tell, together
 from gradwire.errors import CheckpointError, GradwireError, PeerError, WireError
@@ -118,7 +119,7 @@ def save_checkpoint(
             missing = _missing(here, [nbytes for _, nbytes in files], edition) if shared else []
         if missing:
             raise CheckpointError(
-                f"the checkpoint {here.name} was not saved: the first rank does not see the files of ranks {missing}. "
+                f"the checkpoint {here} was not saved: the first rank does not see the files of ranks {missing}. "
                 f"{folder} must be a folder that all ranks share."
             )
         marker = {"format": 1, "ranks": peers.size, "steps": optimizer.rounds, "edition": edition, "files": files}
@@ -147,7 +148,7 @@ def _packed(here: Path, optimizer: Checkpointed, extra: Mapping[str, Any] | None
 
 
 def _put(path: Path, data: bytes) -> None:
-    with _not_saved(path.parent, f"{path} cannot be written: "):
+    with _not_saved(path.parent, f"{path.name} cannot be written: "):
         write_whole(path, data)
 
 
@@ -158,7 +159,7 @@ def _not_saved(here: Path, what: str = "") -> Iterator[None]:
     except (PeerError, CheckpointError):
         raise
     except Exception as error:  # a state may hold anything
-        raise CheckpointError(f"the checkpoint {here.name} was not saved: {what}{_sentence(error)}") from error
+        raise CheckpointError(f"the checkpoint {here} was not saved: {what}{_sentence(error)}") from error
 
 
 def _sentence(error: BaseException) -> str:
@@ -376,6 +377,10 @@ def save_distributed_checkpoint(
     Every rank must call it. torch's ranks pickle what they tell each other while they do so, and other writers pickle
     what they write: :func:`save_checkpoint` does neither.
 
+    If it cannot be saved, every rank raises :class:`~gradwire.errors.CheckpointError`. What torch has written by then
+    stays in the folder, also over the files of an earlier checkpoint: save into a new folder, and remove it when this
+    raises.
+
     >>> import tempfile, torch.distributed as dist
     >>> from gradwire import ShardedOptimizerBase
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -388,13 +393,33 @@ def save_distributed_checkpoint(
     """
     dcp: Any = importlib.import_module(_DCP)  # which takes a while to import
 
-    peers = optimizer.peers
-    tensors, text = to_tensors({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
-    prefix = _prefix(peers.rank, peers.size)
-    named = {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
-    named[f"{prefix}{_TEXT}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    writer = storage_writer or dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
-    dcp.save(named, storage_writer=writer)
+    peers, here = optimizer.peers, Path(path)
+
+    def prepare() -> tuple[dict[str, Tensor], Any]:
+        with _not_saved(here):
+            tensors, text = to_tensors({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
+            prefix = _prefix(peers.rank, peers.size)
+            named = {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+            named[f"{prefix}{_TEXT}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            return named, storage_writer or dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
+
+    def save() -> None:
+        with _not_saved(here), _failures_of_torch():
+            dcp.save(named, storage_writer=writer)
+
+    named, writer = together(peers, prepare, _TAG, _SAVING, CheckpointError)
+    together(peers, save, _TAG, _SAVING, CheckpointError)
+
+
+@contextmanager
+def _failures_of_torch() -> Iterator[None]:
+    """Raise what went wrong on which rank, without the traces, for torch's error, which is no Exception."""
+    dcp: Any = importlib.import_module(_DCP)
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        failed = [f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in sorted(error.failures.items())]
+        raise GradwireError("; ".join(failed)[:_WORDS]) from error
 
 
 def load_distributed_checkpoint(
@@ -431,7 +456,7 @@ def _distributed_states(here: Path, optimizer: Checkpointed, storage_reader: Any
 
     def read(rank: int) -> _Found:
         prefix = _prefix(rank, ranks)
-        with _named(here), warnings.catch_warnings():
+        with _named(here), _failures_of_torch(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
             into = {
                 name: torch.empty(about.size, dtype=about.properties.dtype)

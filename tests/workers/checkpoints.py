@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
+from torch.distributed.checkpoint import CheckpointException
 
 import gradwire
 from gradwire.adapters.replica import Replica
@@ -48,7 +49,7 @@ def failure_of(act):
     begun = time.monotonic()
     try:
         act()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         return [type(error).__name__, str(error), time.monotonic() - begun]
     return ["", "", time.monotonic() - begun]
 
@@ -111,6 +112,33 @@ def saved_again(rank, folder, why, disk=None):
             told[f"loaded {save}"] = loaded(folder, optimizer)
             dist.barrier()
         return {**told, "files": len(files_in(path))}
+    finally:
+        dist.barrier()
+        if disk and rank == 0:
+            os.system(f"umount {disk}")
+
+
+def distributed(rank, folder, disk):
+    """What is said of a full disk, of an extra that one rank cannot save, and of a file that is not whole."""
+    _, optimizer = made("stage 1", rank)
+    told, here = {}, Path(folder)
+    told["unsavable"] = failure_of(
+        lambda: gradwire.save_distributed_checkpoint(here, optimizer, {"x": object() if rank == 1 else 1})
+    )
+    dist.barrier()
+    gradwire.save_distributed_checkpoint(here, optimizer, {"x": torch.zeros(1 << 18)})
+    dist.barrier()
+    if rank == 0:
+        for file in sorted(here.rglob("*.safetensors"))[:1]:
+            os.truncate(file, file.stat().st_size - 7)
+        assert not disk or os.system(f"mount -t tmpfs -o size={1 << 16} tmpfs {disk}") == 0
+    dist.barrier()
+    try:
+        told["damaged"] = failure_of(lambda: gradwire.load_distributed_checkpoint(here, optimizer))
+        dist.barrier()
+        if disk:
+            told["full disk"] = failure_of(lambda: gradwire.save_distributed_checkpoint(disk, optimizer))
+        return told
     finally:
         dist.barrier()
         if disk and rank == 0:
@@ -302,4 +330,6 @@ def train_again(kind, model, optimizer, rank):
 
 
 if __name__ == "__main__":
-    main_of_cases({each.__name__: each for each in (no_space, full_disk, saved_again, load_saved, markers, foreign)})
+    main_of_cases(
+        {each.__name__: each for each in (no_space, full_disk, saved_again, distributed, load_saved, markers, foreign)}
+    )
