@@ -156,3 +156,16 @@ def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_ab
             assert re.match(r"PeerError: .* failed: rank 0 did not answer in time", words), words
             print(f"{seconds - stopped:.2f} s after the stop")
             assert seconds - stopped < timeout_s + LATE_S
+
+
+@pytest.mark.parametrize("transport", ["sockets", "gloo"])
+def test_compress_ends_in_time_when_the_rank_that_keeps_the_store_is_stopped(tmp_path, transport):
+    timeout_s = 4
+    with leaving(tmp_path, "int4", timeout_s, "late", transport=transport) as ranks:
+        ranks[0].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        (tmp_path / "go").touch()
+        for seconds, words in endings(tmp_path, ranks):
+            assert re.match(r"PeerError: .*the process that keeps torch's store has not answered", words), words
+            print(f"{seconds - began:.2f} s after the call")
+            assert seconds - began < timeout_s + LATE_S
