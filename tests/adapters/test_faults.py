@@ -146,10 +146,11 @@ def endings(folder, ranks):
     return [(float(seconds), words) for seconds, _, words in said]
 
 
+@pytest.mark.parametrize("transport", ["sockets", "gloo"])
 @pytest.mark.parametrize("codec", ["int4", "dense"])
-def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_aborts(tmp_path, codec):
+def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_aborts(tmp_path, codec, transport):
     timeout_s = 4
-    with leaving(tmp_path, codec, timeout_s) as ranks:
+    with leaving(tmp_path, codec, timeout_s, transport=transport) as ranks:
         ranks[0].send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
         for seconds, words in endings(tmp_path, ranks):
