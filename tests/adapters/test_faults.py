@@ -159,14 +159,22 @@ def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_ab
             assert seconds - stopped < timeout_s + LATE_S
 
 
-@pytest.mark.parametrize("transport", ["sockets", "gloo"])
-def test_compress_ends_in_time_when_the_rank_that_keeps_the_store_is_stopped(tmp_path, transport):
+@pytest.mark.parametrize(
+    ("how", "transport", "says"),
+    [
+        (signal.SIGSTOP, "sockets", ": the process that keeps torch's store has not answered for 4 s"),
+        (signal.SIGSTOP, "gloo", ": the process that keeps torch's store has not answered for 4 s"),
+        (signal.SIGKILL, "sockets", ": "),  # and what torch says of the connection
+    ],
+    ids=["stopped", "stopped, gloo", "killed"],
+)
+def test_compress_ends_in_time_when_the_rank_that_keeps_the_store_is_no_more(tmp_path, how, transport, says):
     timeout_s = 4
     with leaving(tmp_path, "int4", timeout_s, "late", transport=transport) as ranks:
-        ranks[0].send_signal(signal.SIGSTOP)
+        ranks[0].send_signal(how)
         began = time.monotonic()
         (tmp_path / "go").touch()
         for seconds, words in endings(tmp_path, ranks):
-            assert re.match(r"PeerError: .*the process that keeps torch's store has not answered", words), words
+            assert re.match(rf"PeerError: rank [12] cannot connect{says}", words), words
             print(f"{seconds - began:.2f} s after the call")
             assert seconds - began < timeout_s + LATE_S
