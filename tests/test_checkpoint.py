@@ -1,17 +1,22 @@
 """Checkpoints that cannot be written or loaded: one kind of error, on every rank at once, and nothing left behind."""
 
 import os
+import random
+import signal
 import subprocess
+import time
 
 import pytest
 
-from tests.workers.checkpoints import MARKERS
+from tests.workers.checkpoints import MARKERS, saving
+from tests.workers.group import Group, forkserver
 from tests.workers.ranks import said, without_error
 
 pytestmark = pytest.mark.timeout(600)
 
 KINDS = ("stage 0", "stage 1", "stage 2", "compression", "replica")
 TIMES = int(os.environ.get("GRADWIRE_FOREIGN_STATES", "15"))  # of each kind
+KILLS = 6
 SOON_S = 15  # a rank that waits for others does so for 20 s
 
 
@@ -33,6 +38,11 @@ def two(tmp_path_factory):
     }
     if can_mount(disk):
         cases["full disk"] = ("full_disk", {"folder": f"{folder}/full", "disk": str(disk)})
+        cases["again", "full disk"] = ("saved_again", {"folder": "", "why": "full disk", "disk": str(disk)})
+    how = {"folder": f"{folder}/distributed", "disk": str(disk) if can_mount(disk) else None}
+    cases["distributed"] = ("distributed", how)
+    for why in ("unsavable", "COMPLETE", "rank-00001"):
+        cases["again", why] = ("saved_again", {"folder": f"{folder}/again-{why}", "why": why})
     cases["markers"] = ("markers", {"folder": f"{folder}/markers"})
     for seed, kind in enumerate(KINDS):
         how = {"folder": f"{folder}/{kind}", "kind": kind, "seed": seed, "times": TIMES}
@@ -60,6 +70,46 @@ def test_a_disk_that_is_full_before_the_marker(two):
         assert (kind, answer["left"]) == ("CheckpointError", [])
         assert "COMPLETE cannot be written" in words
         assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("why", ["unsavable", "COMPLETE", "rank-00001", "full disk"])
+def test_a_failed_save_leaves_an_earlier_checkpoint_of_the_step(two, why):
+    if ("again", why) not in two:
+        pytest.skip("a disk of a size of our own needs the right to mount one")
+    for answer in without_error(two["again", why]):
+        kind, words, seconds = answer["said"]
+        assert (kind, answer["stays"], answer["loaded"]) == ("CheckpointError", True, 1), words
+        assert seconds < SOON_S
+        assert ("got object at 'extra/save'" if why == "unsavable" else "No space left on device") in words
+        assert (answer["loaded 3"], answer["loaded 4"], answer["files"]) == (3, 4, 3)
+
+
+@pytest.mark.parametrize("why", ["unsavable", "damaged", "full disk"])
+def test_a_failure_of_torchs_checkpoints_is_an_error_of_ours_on_every_rank(two, why):
+    for answer in without_error(two["distributed"]):
+        if why not in answer:
+            pytest.skip("a disk of a size of our own needs the right to mount one")
+        kind, words, seconds = answer[why]
+        assert kind == "CheckpointError", words
+        assert "/disk was not saved" in words if why == "full disk" else "/distributed" in words, words
+        assert "Traceback" not in words
+        assert seconds < SOON_S
+
+
+def test_a_step_that_is_saved_again_can_be_loaded_whenever_the_ranks_are_killed(tmp_path):
+    nursery, moments = forkserver("tests.workers.checkpoints"), random.Random(7)
+    folders, counts = [tmp_path / str(number) for number in range(KILLS)], []
+    for folder in folders:
+        with Group(nursery, saving, folder, ranks=2) as group:
+            time.sleep(moments.uniform(0, 0.1))
+            for rank in moments.sample(group.ranks, 2):
+                os.kill(rank.pid, signal.SIGKILL)
+        counts.append(int((folder / "count").read_text()))
+    cases = {"loaded": ("load_saved", {"folders": [str(folder / "saved") for folder in folders]})}
+    for answer in said(tmp_path, cases, 2, "tests.workers.checkpoints")["loaded"]:
+        assert isinstance(answer, list), answer
+        pairs = list(zip(counts, answer, strict=True))
+        assert all(found in (count, count + 1) for count, found in pairs), pairs
 
 
 @pytest.mark.parametrize("name", [*MARKERS, "a pipe", "a folder", "a loop", "100 MB"])

@@ -2,7 +2,8 @@
 
 A checkpoint is written into a folder of its own. Each rank writes its file, to the disk, under another name first; when
 all have, the first rank writes ``COMPLETE`` with the number and checksums of the files. Without it a folder is not a
-checkpoint, whenever the ranks were killed.
+checkpoint, whenever the ranks were killed. A step that is saved again gets files of other names, its other edition, and
+the first ones are removed once ``COMPLETE`` names the others: one of the two can always be loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Final, Protocol
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from gradwire.collectives.peers import Peers, tell, together
 from gradwire.errors import CheckpointError, GradwireError, PeerError, WireError
@@ -86,7 +88,8 @@ def save_checkpoint(
     last ``keep`` complete ones stay, this one among them. ``shared=False`` is for folders of each rank's own, whose
     files the caller brings together. Returns the path of the checkpoint.
 
-    If it cannot be saved, every rank raises :class:`~gradwire.errors.CheckpointError` and removes what it wrote.
+    If it cannot be saved, every rank raises :class:`~gradwire.errors.CheckpointError` and removes what it wrote. An
+    earlier checkpoint of the same step stays until the new one is complete.
 
     >>> import tempfile, torch, torch.distributed as dist
     >>> from gradwire import ShardedOptimizerBase
@@ -100,46 +103,52 @@ def save_checkpoint(
     """
     peers = optimizer.peers
     here = Path(folder) / f"step-{optimizer.rounds:010d}"
+    data = together(peers, lambda: _packed(here, optimizer, extra), _TAG, _SAVING, CheckpointError)
+    edition = int(tell(peers, f"{_next_edition(here)}", _TAG, _SAVING)[0])  # the first rank has the marker
+    own, other = (here / _name(peers.rank, peers.size, each) for each in (edition, 1 - edition))
 
-    def write() -> bytes:
-        data = to_bytes({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
+    def write() -> None:
         with _not_saved(here):
             here.mkdir(parents=True, exist_ok=True)
-            if peers.rank == 0:
-                (here / _MARKER).unlink(missing_ok=True)
-        _put(here / _name(peers.rank, peers.size), data)
-        return data
+        _put(own, data)
 
     def complete(files: list[list[int]]) -> None:
         if peers.rank > 0:
             return
         with _not_saved(here):
-            missing = _missing(here, [nbytes for _, nbytes in files]) if shared else []
+            missing = _missing(here, [nbytes for _, nbytes in files], edition) if shared else []
         if missing:
             raise CheckpointError(
-                f"the checkpoint {here.name} was not saved: the first rank does not see the files of ranks {missing}. "
+                f"the checkpoint {here} was not saved: the first rank does not see the files of ranks {missing}. "
                 f"{folder} must be a folder that all ranks share."
             )
-        marker = {"format": 1, "ranks": peers.size, "steps": optimizer.rounds, "files": files}
+        marker = {"format": 1, "ranks": peers.size, "steps": optimizer.rounds, "edition": edition, "files": files}
         _put(here / _MARKER, json.dumps(marker).encode())
         for old in _complete(Path(folder))[:-keep] if keep else []:
             shutil.rmtree(old, ignore_errors=True)
 
     try:
-        data = together(peers, write, _TAG, _SAVING, CheckpointError)
+        together(peers, write, _TAG, _SAVING, CheckpointError)
         lines = tell(peers, f"{crc32(data)} {len(data)}", _TAG, _SAVING)
         files = [[int(number) for number in line.split(" ")] for line in lines]
         together(peers, lambda: complete(files), _TAG, _SAVING, CheckpointError)  # no rank goes on before it counts
     except PeerError:  # the ranks that are left cannot know whether it counts: a marker may be there
         raise
     except Exception:
-        _discard(here, peers)
+        _discard(own, edition, peers)
         raise
+    with suppress(OSError):
+        other.unlink(missing_ok=True)
     return here
 
 
+def _packed(here: Path, optimizer: Checkpointed, extra: Mapping[str, Any] | None) -> bytes:
+    with _not_saved(here):
+        return to_bytes({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
+
+
 def _put(path: Path, data: bytes) -> None:
-    with _not_saved(path.parent, f"{path} cannot be written: "):
+    with _not_saved(path.parent, f"{path.name} cannot be written: "):
         write_whole(path, data)
 
 
@@ -147,25 +156,39 @@ def _put(path: Path, data: bytes) -> None:
 def _not_saved(here: Path, what: str = "") -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {here.name} was not saved: {what}{error}.") from error
+    except (PeerError, CheckpointError):
+        raise
+    except Exception as error:  # a state may hold anything
+        raise CheckpointError(f"the checkpoint {here} was not saved: {what}{_sentence(error)}") from error
 
 
-def _discard(here: Path, peers: Peers) -> None:
-    """Remove what was written of a checkpoint that failed on some rank; every rank calls it."""
-    for name in (_name(peers.rank, peers.size), *([_MARKER] if peers.rank == 0 else [])):
-        with suppress(OSError):
-            (here / name).unlink(missing_ok=True)
+def _sentence(error: BaseException) -> str:
+    """Return what an error says as a sentence, with its type if it is not one of ours."""
+    kind = "" if isinstance(error, GradwireError | OSError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".removesuffix(".") + "."
+
+
+def _discard(own: Path, edition: int, peers: Peers) -> None:
+    """Remove what was written of a checkpoint that failed on some rank; every rank calls it.
+
+    It stays if the marker names it: then only the folder could not be brought to the disk.
+    """
+    here = own.parent
+    counts = tell(peers, "yes" if _edition(here) == edition else "", _TAG, _SAVING)[0]
+    if counts:
+        return
+    with suppress(OSError):
+        own.unlink(missing_ok=True)
     tell(peers, "", _TAG, _SAVING)  # the folder is empty once all ranks have done so
     with suppress(OSError):
         here.rmdir()
 
 
-def _missing(here: Path, sizes: Sequence[int]) -> list[int]:
+def _missing(here: Path, sizes: Sequence[int], edition: int) -> list[int]:
     """Ranks whose files are not there; those of a network file system may come a little later."""
     end = time.monotonic() + _LATE_S
     while True:
-        missing = [rank for rank, size in enumerate(sizes) if not _has(here / _name(rank, len(sizes)), size)]
+        missing = [rank for rank, size in enumerate(sizes) if not _has(here / _name(rank, len(sizes), edition), size)]
         if not missing or time.monotonic() > end:
             return missing
         time.sleep(0.05)
@@ -238,18 +261,18 @@ def _named(where: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind = "" if isinstance(error, GradwireError) else f"{type(error).__name__}: "
-        raise CheckpointError(f"{where} holds no state that can be loaded here: {kind}{error}"[:_WORDS]) from error
+        said = f"{where} holds no state that can be loaded here: {_sentence(error)}"
+        raise CheckpointError(said[:_WORDS]) from error
 
 
 def _states(here: Path, rank: int, ranks: int, optimizer: Checkpointed) -> _Found:
     """What this rank saved, if that is enough for it, or with what the first one did; or else what all did."""
-    files = _marker(here)
-    saved = len(files)
+    marker = _marker(here)
+    saved = len(marker.files)
 
     def read(each: int) -> _Found:
-        path = here / _name(each, saved)
-        tree = _read(path, *files[each])
+        path = here / _name(each, saved, marker.edition)
+        tree = _read(path, *marker.files[each])
         return _Found(path, [tree["optimizer"]], tree["extra"])
 
     if saved == ranks:
@@ -266,16 +289,35 @@ def _states(here: Path, rank: int, ranks: int, optimizer: Checkpointed) -> _Foun
     return _Found(here, states, everyone[rank if saved == ranks else 0].extra)
 
 
-def _name(rank: int, ranks: int) -> str:
-    return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+def _name(rank: int, ranks: int, edition: int) -> str:
+    return f"rank-{rank:05d}-of-{ranks:05d}{'-again' if edition else ''}.safetensors"
 
 
 def _complete(folder: Path) -> list[Path]:
     return sorted(each.parent for each in folder.glob(f"step-*/{_MARKER}"))
 
 
-def _marker(here: Path) -> list[list[int]]:
-    """The checksum and the size of every rank's file."""
+@dataclass(frozen=True)
+class _Marker:
+    files: list[list[int]]  # by rank, the checksum and the size
+    edition: int  # 0 or 1: which names the files have
+
+
+def _edition(here: Path) -> int | None:
+    """Return the edition that counts; None if there is no checkpoint."""
+    try:
+        return _marker(here).edition
+    except CheckpointError:
+        return None
+
+
+def _next_edition(here: Path) -> int:
+    """Return the edition that no checkpoint has."""
+    return 1 if _edition(here) == 0 else 0
+
+
+def _marker(here: Path) -> _Marker:
+    """Return what ``COMPLETE`` says."""
     path = here / _MARKER
     try:
         marker = read_json(path, _MARKER_BYTES)
@@ -288,7 +330,10 @@ def _marker(here: Path) -> list[list[int]]:
     files = marker.get("files") if isinstance(marker, dict) and marker.get("format") == 1 else None
     if not isinstance(files, list) or not files or len(files) != marker.get("ranks") or not all(map(_is_file, files)):
         raise CheckpointError(f"{path} is not the marker of a checkpoint of format 1.")
-    return files
+    edition = marker.get("edition", 0)
+    if type(edition) is not int or edition not in (0, 1):
+        raise CheckpointError(f"{path} is malformed: `edition` is {edition!r:.40}; it must be 0 or 1.")
+    return _Marker(files, edition)
 
 
 def _is_file(told: Any) -> bool:
@@ -305,7 +350,8 @@ def _read(path: Path, checksum: int, nbytes: int) -> dict[str, Any]:
         raise CheckpointError(f"a file of the checkpoint cannot be read: {error}.") from error
     if len(data) != nbytes or crc32(data) != checksum:
         raise CheckpointError(
-            f"{path} is damaged: {len(data)} bytes with checksum {crc32(data)}, not {nbytes} with {checksum}."
+            f"{path} is damaged: it has {len(data)} bytes with checksum {crc32(data)}; {_MARKER} says {nbytes} bytes "
+            f"with {checksum}."
         )
     try:
         tree = from_bytes(data)
@@ -331,6 +377,10 @@ def save_distributed_checkpoint(
     Every rank must call it. torch's ranks pickle what they tell each other while they do so, and other writers pickle
     what they write: :func:`save_checkpoint` does neither.
 
+    If it cannot be saved, every rank raises :class:`~gradwire.errors.CheckpointError`. What torch has written by then
+    stays in the folder, also over the files of an earlier checkpoint: save into a new folder, and remove it when this
+    raises.
+
     >>> import tempfile, torch.distributed as dist
     >>> from gradwire import ShardedOptimizerBase
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -343,13 +393,33 @@ def save_distributed_checkpoint(
     """
     dcp: Any = importlib.import_module(_DCP)  # which takes a while to import
 
-    peers = optimizer.peers
-    tensors, text = to_tensors({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
-    prefix = _prefix(peers.rank, peers.size)
-    named = {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
-    named[f"{prefix}{_TEXT}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    writer = storage_writer or dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
-    dcp.save(named, storage_writer=writer)
+    peers, here = optimizer.peers, Path(path)
+
+    def prepare() -> tuple[dict[str, Tensor], Any]:
+        with _not_saved(here):
+            tensors, text = to_tensors({"optimizer": optimizer.state_dict(), "extra": dict(extra or {})})
+            prefix = _prefix(peers.rank, peers.size)
+            named = {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+            named[f"{prefix}{_TEXT}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            return named, storage_writer or dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
+
+    def save() -> None:
+        with _not_saved(here), _failures_of_torch():
+            dcp.save(named, storage_writer=writer)
+
+    named, writer = together(peers, prepare, _TAG, _SAVING, CheckpointError)
+    together(peers, save, _TAG, _SAVING, CheckpointError)
+
+
+@contextmanager
+def _failures_of_torch() -> Iterator[None]:
+    """Raise what went wrong on which rank, without the traces, for torch's error, which is no Exception."""
+    dcp: Any = importlib.import_module(_DCP)
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        failed = [f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in sorted(error.failures.items())]
+        raise GradwireError("; ".join(failed)[:_WORDS]) from error
 
 
 def load_distributed_checkpoint(
@@ -386,7 +456,7 @@ def _distributed_states(here: Path, optimizer: Checkpointed, storage_reader: Any
 
     def read(rank: int) -> _Found:
         prefix = _prefix(rank, ranks)
-        with _named(here), warnings.catch_warnings():
+        with _named(here), _failures_of_torch(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
             into = {
                 name: torch.empty(about.size, dtype=about.properties.dtype)

@@ -62,9 +62,9 @@ def read_whole(path: Path, most: int) -> bytes:
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if found.st_size > most:
             raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than the {most} allowed", str(path))
-        data = file.read(most + 1)
-    if len(data) > most:  # it has grown, or, as in /proc, is said to be empty
-        raise OSError(errno.EFBIG, f"it has more than the {most} bytes allowed", str(path))
+        data = file.read(found.st_size + 1)  # not `most`: the memory for it is allocated at once
+    if len(data) > found.st_size:  # it has grown, or, as in /proc, is said to be empty
+        raise OSError(errno.EFBIG, f"it has more than the {found.st_size} bytes it had when it was opened", str(path))
     return data
 
 

@@ -115,26 +115,66 @@ def test_a_killed_rank_is_named_at_once_while_its_child_lives(nursery, tmp_path,
     assert all(names(words, victim, "is gone") for words in said), said
 
 
-@pytest.mark.parametrize("codec", ["int4", "dense"])
-def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_aborts(tmp_path, codec):
-    timeout_s, late_s = 4, 6
-    command = [sys.executable, "-m", "tests.workers.leaving", str(tmp_path), codec, str(timeout_s)]
+LATE_S = 2  # after `timeout_s` the error has come
+
+
+@contextlib.contextmanager
+def leaving(folder, *arguments, transport="sockets"):
+    """Three ranks that train, or are ready to; the first one keeps the store."""
+    command = [sys.executable, "-m", "tests.workers.leaving", str(folder), *map(str, arguments)]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "3"}
+    place |= {"OMP_NUM_THREADS": "1", "GRADWIRE_TRANSPORT": transport}
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(3):
-            env = os.environ | place | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(command, env=env, cwd=Path(__file__).parents[2]))
+            ranks.append(
+                subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, cwd=Path(__file__).parents[2])
+            )
             stack.callback(ranks[-1].wait)
             stack.callback(ranks[-1].kill)
         end = time.monotonic() + 120
-        while len(list(tmp_path.glob("training-*"))) < 3:
+        while len(list(folder.glob("training-*"))) < 3:
             assert time.monotonic() < end
             time.sleep(0.05)
+        yield ranks
+
+
+def endings(folder, ranks):
+    """When the survivors of the first rank had an error, on the machine's clock, and which."""
+    assert [rank.wait(90) for rank in ranks[1:]] == [1, 1]  # by the error, not by a signal
+    said = [(folder / f"stopped-{rank}").read_text().partition(" ") for rank in (1, 2)]
+    return [(float(seconds), words) for seconds, _, words in said]
+
+
+@pytest.mark.parametrize("transport", ["sockets", "gloo"])
+@pytest.mark.parametrize("codec", ["int4", "dense"])
+def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_aborts(tmp_path, codec, transport):
+    timeout_s = 4
+    with leaving(tmp_path, codec, timeout_s, transport=transport) as ranks:
         ranks[0].send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
-        assert [rank.wait(90) for rank in ranks[1:]] == [1, 1]  # by the error, not by a signal
-    for rank in (1, 2):
-        seconds, _, words = (tmp_path / f"stopped-{rank}").read_text().partition(" ")
-        assert re.match(r"PeerError: .* failed: rank 0 did not answer in time", words), words
-        assert float(seconds) - stopped < timeout_s + late_s
+        for seconds, words in endings(tmp_path, ranks):
+            assert re.match(r"PeerError: .* failed: rank 0 did not answer in time", words), words
+            print(f"{seconds - stopped:.2f} s after the stop")
+            assert seconds - stopped < timeout_s + LATE_S
+
+
+@pytest.mark.parametrize(
+    ("how", "transport", "says"),
+    [
+        (signal.SIGSTOP, "sockets", ": the process that keeps torch's store has not answered for 4 s"),
+        (signal.SIGSTOP, "gloo", ": the process that keeps torch's store has not answered for 4 s"),
+        (signal.SIGKILL, "sockets", ": "),  # and what torch says of the connection
+    ],
+    ids=["stopped", "stopped, gloo", "killed"],
+)
+def test_compress_ends_in_time_when_the_rank_that_keeps_the_store_is_no_more(tmp_path, how, transport, says):
+    timeout_s = 4
+    with leaving(tmp_path, "int4", timeout_s, "late", transport=transport) as ranks:
+        ranks[0].send_signal(how)
+        began = time.monotonic()
+        (tmp_path / "go").touch()
+        for seconds, words in endings(tmp_path, ranks):
+            assert re.match(rf"PeerError: rank [12] cannot connect{says}", words), words
+            print(f"{seconds - began:.2f} s after the call")
+            assert seconds - began < timeout_s + LATE_S

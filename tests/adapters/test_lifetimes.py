@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.workers.lifetimes import NOTHING
 from tests.workers.ranks import said, same_on_every_rank, without_error
 
 pytestmark = [
@@ -31,7 +32,6 @@ THINGS = {
     **OTHERS,
 }
 OF_THREE = ("int4", "dense", "GradientCompressionOptimizer", "DiLoCo")
-NOTHING = {"descriptors": 0, "threads": [], "native_threads": 0}
 COPIES = [("deepcopy", "int4"), ("deepcopy", "dense"), ("save", "int4"), ("average", "dense")]
 
 

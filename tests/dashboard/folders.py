@@ -134,4 +134,5 @@ def hostile_runs(folder: Path, scale: float = 1.0) -> list[Path]:
     (folder / "deep" / "rank-3.jsonl").symlink_to("rank-3.jsonl")
     (folder / "deep" / "rank-4.jsonl").symlink_to("/dev/zero")
     (folder / "loop").symlink_to(folder)
+    (folder / "self").symlink_to("self")
     return sorted(folder.iterdir())

@@ -348,6 +348,13 @@ def test_folders_of_runs_are_found_and_new_ones_appear(tmp_path):
         assert store.overview(version) == {"version": version}
 
 
+@pytest.mark.parametrize("target", ["self", "nowhere", "/dev/null"])
+def test_a_link_that_leads_to_no_folder_hides_no_run(tmp_path, target):
+    whole(tmp_path / "a")
+    (tmp_path / "self").symlink_to(target)
+    assert run_folders(tmp_path) == [tmp_path / "a"]
+
+
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     whole(tmp_path / "x" / "run")
     whole(tmp_path / "y" / "run")

@@ -6,15 +6,17 @@ import os
 import random
 import time
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
+from torch.distributed.checkpoint import CheckpointException
 
 import gradwire
 from gradwire.adapters.replica import Replica
+from gradwire.collectives.rank import RENDEZVOUS, run_rank
 from gradwire.tree import from_bytes, to_bytes, to_tensors
 
 from .base import main_of_cases
@@ -47,7 +49,7 @@ def failure_of(act):
     begun = time.monotonic()
     try:
         act()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         return [type(error).__name__, str(error), time.monotonic() - begun]
     return ["", "", time.monotonic() - begun]
 
@@ -60,6 +62,18 @@ def no_space(rank, folder, where):
     """The disk is full when a file is written: ``COMPLETE``, or that of the second rank."""
     _, optimizer = made("stage 1", rank)
     gradwire.save_checkpoint(f"{folder}/before", optimizer)
+    with without_space(where):
+        said = failure_of(lambda: gradwire.save_checkpoint(f"{folder}/full", optimizer))
+    dist.barrier()
+    left = files_in(f"{folder}/full")
+    dist.barrier()
+    again = gradwire.save_checkpoint(f"{folder}/full", optimizer)
+    return {"said": said, "left": left, "again": gradwire.load_checkpoint(again, optimizer) == {}}
+
+
+@contextmanager
+def without_space(where):
+    """The disk is full when a file whose name contains that is written."""
     real = os.fsync
 
     def fsync(descriptor):
@@ -69,14 +83,95 @@ def no_space(rank, folder, where):
 
     os.fsync = fsync
     try:
-        said = failure_of(lambda: gradwire.save_checkpoint(f"{folder}/full", optimizer))
+        yield
     finally:
         os.fsync = real
+
+
+def saved_again(rank, folder, why, disk=None):
+    """A second save of a step fails: what is said, and what can be loaded; then a third one and a fourth succeed."""
+    _, optimizer = made("stage 1", rank)
+    large = {"x": torch.zeros(1 << 18)}
+    if disk:
+        folder = disk
+        if rank == 0:
+            assert os.system(f"mount -t tmpfs -o size={1 << 20} tmpfs {disk}") == 0
+        dist.barrier()
+    try:
+        path = gradwire.save_checkpoint(folder, optimizer, {"save": 1})
+        before = files_in(folder)
+        dist.barrier()
+        with without_space(why) if why.startswith(("COMPLETE", "rank-")) else nullcontext():
+            extra = {"save": object()} if why == "unsavable" and rank == 1 else large if disk else {"save": 2}
+            said = failure_of(lambda: gradwire.save_checkpoint(folder, optimizer, extra))
+        dist.barrier()
+        told = {"said": said, "stays": files_in(folder) == before, "loaded": loaded(folder, optimizer)}
+        dist.barrier()
+        for save in (3, 4):
+            gradwire.save_checkpoint(folder, optimizer, {"save": save})
+            told[f"loaded {save}"] = loaded(folder, optimizer)
+            dist.barrier()
+        return {**told, "files": len(files_in(path))}
+    finally:
+        dist.barrier()
+        if disk and rank == 0:
+            os.system(f"umount {disk}")
+
+
+def distributed(rank, folder, disk):
+    """What is said of a full disk, of an extra that one rank cannot save, and of a file that is not whole."""
+    _, optimizer = made("stage 1", rank)
+    told, here = {}, Path(folder)
+    told["unsavable"] = failure_of(
+        lambda: gradwire.save_distributed_checkpoint(here, optimizer, {"x": object() if rank == 1 else 1})
+    )
     dist.barrier()
-    left = files_in(f"{folder}/full")
+    gradwire.save_distributed_checkpoint(here, optimizer, {"x": torch.zeros(1 << 18)})
     dist.barrier()
-    again = gradwire.save_checkpoint(f"{folder}/full", optimizer)
-    return {"said": said, "left": left, "again": gradwire.load_checkpoint(again, optimizer) == {}}
+    if rank == 0:
+        for file in sorted(here.rglob("*.safetensors"))[:1]:
+            os.truncate(file, file.stat().st_size - 7)
+        assert not disk or os.system(f"mount -t tmpfs -o size={1 << 16} tmpfs {disk}") == 0
+    dist.barrier()
+    try:
+        told["damaged"] = failure_of(lambda: gradwire.load_distributed_checkpoint(here, optimizer))
+        dist.barrier()
+        if disk:
+            told["full disk"] = failure_of(lambda: gradwire.save_distributed_checkpoint(disk, optimizer))
+        return told
+    finally:
+        dist.barrier()
+        if disk and rank == 0:
+            os.system(f"umount {disk}")
+
+
+def loaded(folder, optimizer):
+    path = gradwire.latest_checkpoint(folder)
+    return None if path is None else gradwire.load_checkpoint(path, optimizer)["save"]
+
+
+def saving(folder, rank, ranks, settings):
+    """A rank that saves the same step until it is killed; its file ``count`` has the last save that succeeded."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ[RENDEZVOUS] = f"{folder}/rendezvous"
+
+    def save_for_ever(rank, ranks):
+        optimizer, folder_ = wrapped(Net(), "adamw", ratio=0.2, stage=1), Path(folder)
+        for number in range(1_000_000):
+            gradwire.save_checkpoint(folder_ / "saved", optimizer, {"save": number})
+            if rank == 0:
+                (folder_ / "writing").write_text(str(number))
+                (folder_ / "writing").rename(folder_ / "count")
+            if number == 1:
+                (folder_ / f"training-{rank}").touch()
+
+    run_rank(save_for_ever, timeout_s=settings["timeout_s"])
+
+
+def load_saved(rank, folders):
+    """What a group of other processes loads from folders of :func:`saving`."""
+    _, optimizer = made("stage 1", rank)
+    return [loaded(folder, optimizer) for folder in folders]
 
 
 def full_disk(rank, folder, disk):
@@ -113,6 +208,7 @@ MARKERS = {
     "ranks that are text": b'{"format": 1, "ranks": "2", "files": [[1, 2], [3, 4]]}',
     "negative sizes": b'{"format": 1, "ranks": 2, "files": [[1, -1], [1, -1]]}',
     "a number": b"7",
+    "a huge size": b'{"format": 1, "ranks": 2, "files": [[1, 1152921504606846976], [3, 1099511627776]]}',
 }
 
 
@@ -234,4 +330,6 @@ def train_again(kind, model, optimizer, rank):
 
 
 if __name__ == "__main__":
-    main_of_cases({each.__name__: each for each in (no_space, full_disk, markers, foreign)})
+    main_of_cases(
+        {each.__name__: each for each in (no_space, full_disk, saved_again, distributed, load_saved, markers, foreign)}
+    )

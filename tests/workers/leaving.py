@@ -1,7 +1,8 @@
 """A rank that trains until another fails it, and ends as a user's script does: by the error, uncaught.
 
-usage: python -m tests.workers.leaving FOLDER CODEC TIMEOUT_S; its files: ``training-R`` once it trains, ``stopped-R``
-with the time on the machine's clock and the error.
+usage: python -m tests.workers.leaving FOLDER CODEC TIMEOUT_S [late]; its files: ``training-R`` once it trains,
+``stopped-R`` with the time on the machine's clock and the error. ``late``: it compresses only once there is a file
+``go``, and ``training-R`` is there before.
 """
 
 import sys
@@ -22,9 +23,13 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Linear(64, 64))
-    gradwire.compress(model, codec, timeout_s=timeout_s)
     step = 0
     try:
+        if sys.argv[4:] == ["late"]:
+            (folder / f"training-{rank}").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        gradwire.compress(model, codec, timeout_s=timeout_s)
         while True:
             model.zero_grad()
             model(torch.randn(8, 64)).square().mean().backward()

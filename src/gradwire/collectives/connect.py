@@ -12,7 +12,7 @@ from typing import Final
 import torch.distributed as dist
 
 from gradwire.collectives.gloo import GlooPeers
-from gradwire.collectives.processes import ProcessPeers, store
+from gradwire.collectives.processes import ProcessPeers, store, with_store
 from gradwire.collectives.sockets import SocketPeers
 from gradwire.errors import ConfigError
 
@@ -57,9 +57,13 @@ def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0)
     assert group is not None
     _leave_in_peace()
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    # The store counts, not the process: in a group that was made anew some ranks are older than others.
-    call = store().add(f"gradwire/{group.group_name}/calls/{rank}", 1)
-    name = f"gradwire/{group.group_name}/{call}"
-    if transport == "gloo":
-        return GlooPeers.of(rank, group, name, timeout_s)
-    return SocketPeers.of(rank, len(ranks), group, name, timeout_s)
+
+    def meet() -> ProcessPeers:
+        # The store counts, not the process: in a group that was made anew some ranks are older than others.
+        call = store().add(f"gradwire/{group.group_name}/calls/{rank}", 1)
+        name = f"gradwire/{group.group_name}/{call}"
+        if transport == "gloo":
+            return GlooPeers.of(rank, group, name, timeout_s)
+        return SocketPeers.of(rank, len(ranks), group, name, timeout_s)
+
+    return with_store(meet, timeout_s, f"rank {rank} cannot connect")

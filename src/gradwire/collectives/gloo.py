@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives.blame import Report, Verdict
-from gradwire.collectives.processes import ProcessPeers, SilentError, store
+from gradwire.collectives.processes import ANSWER_S, ProcessPeers, SilentError, store
 
 __all__ = ["GlooPeers"]
 
@@ -110,15 +110,22 @@ class GlooPeers(ProcessPeers):
 
     def _judge(self, rank: int | None, error: BaseException) -> Verdict | None:
         found: list[Verdict | None] = []
+        answered = threading.Event()  # or it is known that nothing will come
 
         def ask() -> None:
             with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
+                store().check([self.name])
+                answered.set()
                 found.append(super(GlooPeers, self)._judge(rank, error))
                 self._stay(found[0])
+            answered.set()
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(2 * _GRACE_S + 2.0)
+        if answered.wait(ANSWER_S):
+            asking.join(2 * _GRACE_S + 2.0)
+        else:
+            self._hang_up(rank)
         # The store shares the fate of the process that keeps it, which is the first rank's.
         return found[0] if found else Verdict(0, gone=not asking.is_alive())
 

@@ -10,11 +10,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,13 @@ from gradwire.collectives.peers import Swap
 from gradwire.collectives.waiting import waiting
 from gradwire.errors import PeerError
 
-__all__ = ["ProcessPeers", "SilentError", "store"]
+__all__ = ["ANSWER_S", "ProcessPeers", "SilentError", "store", "with_store"]
 
 _POLL_S: Final = 0.02
 _LOOK_S: Final = 0.25
+ANSWER_S: Final = 1.0  # for torch's store to answer one call
+
+Result = TypeVar("Result")
 
 
 class _Deadlines:
@@ -312,6 +316,37 @@ def store() -> Store:
     """Where ranks leave words for each other."""
     found: Store = dist.distributed_c10d._get_default_store()
     return found
+
+
+def with_store(act: Callable[[], Result], timeout_s: float, what: str) -> Result:
+    """Return what ``act``, which asks the store, returns; PeerError if the store is gone, or silent for so long.
+
+    torch's calls of a store do not end while the process that keeps it is stopped. So ``act`` runs on a thread of its
+    own, which is left behind when it is late.
+
+    >>> with_store(lambda: 3, 5.0, "nobody can count")
+    3
+    """
+    outcome = Future[Result]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(act())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="gradwire-store", daemon=True).start()
+    if not wait([outcome], timeout_s + ANSWER_S).done:  # `act` may give up after `timeout_s`, and say why
+        raise PeerError(
+            f"{what}: the process that keeps torch's store has not answered for {timeout_s:g} s. It is stopped, or its "
+            "network is cut: look at rank 0, or at the agent of torchrun, and start the training again."
+        )
+    try:
+        return outcome.result()
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(f"{what}: {_reason(error)}") from error
 
 
 def _keep_for_good(group: dist.ProcessGroup) -> None:

@@ -35,10 +35,18 @@ def run_folders(folder: Path) -> list[Path]:
         return [folder]
     try:
         with os.scandir(folder) as entries:
-            inside = ((each.stat().st_mtime, each.name) for each in entries if each.is_dir() and _is_run(each.path))
+            inside = ((changed, each.name) for each in entries if (changed := _run_changed(each)) is not None)
             return [folder / name for _, name in sorted(nlargest(_MOST, inside))]
     except OSError:
         return []
+
+
+def _run_changed(entry: os.DirEntry[str]) -> float | None:
+    """Return when the folder of a run changed last; None for any other entry, such as a link to itself."""
+    try:
+        return entry.stat().st_mtime if entry.is_dir() and _is_run(entry.path) else None
+    except OSError:
+        return None
 
 
 def _is_run(folder: str | Path) -> bool:
