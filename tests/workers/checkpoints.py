@@ -284,7 +284,7 @@ def foreign(rank, folder, kind, seed, times):
     good = [(path / name).read_bytes() for name in NAMES]
     marker = json.loads((path / "COMPLETE").read_text())
     chance, found = random.Random(seed), []
-    for _ in range(times):
+    for number in range(times):
         which = chance.randrange(3)  # the file of one rank, or both
         files, what = list(good), ""
         try:
@@ -292,6 +292,11 @@ def foreign(rank, folder, kind, seed, times):
                 files[each], what = mutated(from_bytes(good[each]), chance)
         except ValueError:  # no state can be written so
             continue
+        if number == 0 and kind.startswith("stage"):  # what only one rank has, and cannot take
+            which, files, what = 1, list(good), "betas that are a number"
+            tree = from_bytes(good[1])
+            tree["optimizer"]["param_groups"][0]["betas"] = 0.5
+            files[1] = to_bytes(tree)
         dist.barrier()
         if rank == 0:
             write(path, files, marker)

@@ -34,6 +34,7 @@ from gradwire.optim.wrapping import (
     check_wrapped,
     has_other_groups,
     load_groups,
+    loadable_groups,
     packed,
     parameters_of,
     unpacked,
@@ -764,7 +765,9 @@ class ShardedOptimizerBase(Optimizer):
         states: list[Any] = list(state_dict) if isinstance(state_dict, list | tuple) else [state_dict]
         chosen = together(self.peers, lambda: self._chosen(states), 2, "the loading of states")
         agree(self.peers, f"the state of step {states[0]['step']}", 2)
-        self._adopt(chosen)
+        together(
+            self.peers, lambda: self._adopt(chosen), 2, "the loading of states"
+        )  # optimizers check some things late
         for bucket in self.buckets:
             bucket.shard.step = int(states[0]["step"])
         self.steps, self.skipped = int(states[0]["steps"]), int(states[0]["skipped"])
@@ -794,11 +797,7 @@ class ShardedOptimizerBase(Optimizer):
             )
         if same and not own:
             raise ConfigError(f"the state is of rank {states[0]['rank']}; this is rank {self.exchange.rank}.")
-        if len(states[0]["param_groups"]) != len(self.param_groups):
-            raise ConfigError(
-                f"the state has {len(states[0]['param_groups'])} parameter groups; this optimizer has "
-                f"{len(self.param_groups)}."
-            )
+        loadable_groups(self.param_groups, (own[0] if same else states[0])["param_groups"])
         if same:
             return _Chosen(own[0], self._own_pieces(own[0]), self._residuals(states, own[0]))
         return _Chosen(states[0], self._cut_pieces(joined(states)), self._residuals(states, None))

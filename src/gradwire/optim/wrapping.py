@@ -20,6 +20,7 @@ __all__ = [
     "has_other_groups",
     "load_groups",
     "load_optimizer",
+    "loadable_groups",
     "packed",
     "parameters_of",
     "require_number",
@@ -76,13 +77,31 @@ def check_parameters(name: str, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def load_groups(mine: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give parameter groups the settings that were saved."""
+    """Give parameter groups the settings that were saved; if some cannot be taken nothing changes."""
+    for group, settings in zip(mine, loadable_groups(mine, saved), strict=True):
+        group.update(settings)
+
+
+def loadable_groups(mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings that parameter groups get from those that were saved.
+
+    >>> loadable_groups([{"params": [], "betas": (0.9, 0.99)}], [{"params": [0], "betas": [0.8, 0.9]}])
+    [{'betas': (0.8, 0.9)}]
+    """
     if len(saved) != len(mine):
         raise ConfigError(f"the state has {len(saved)} parameter groups; this optimizer has {len(mine)}.")
-    for group, each in zip(mine, saved, strict=True):
-        for name, value in each.items():
-            if name != "params":  # JSON has no tuples
-                group[name] = tuple(value) if isinstance(group.get(name), tuple) else unpacked(value)
+    return [
+        {name: _setting(name, value, group.get(name)) for name, value in each.items() if name != "params"}
+        for group, each in zip(mine, saved, strict=True)
+    ]
+
+
+def _setting(name: str, value: Any, before: Any) -> Any:
+    if not isinstance(before, tuple):
+        return unpacked(value)
+    if not isinstance(value, list | tuple):  # JSON has no tuples
+        raise ConfigError(f"the state has {name!r} of a parameter group as {value!r:.80}; it must be a list.")
+    return tuple(value)
 
 
 def saved_optimizer(optimizer: Optimizer) -> dict[str, Any]:
