@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import CoordinatorClient, JournalError, ServeSettings, serve
+from gradwire import CoordinatorClient, JournalError, PeerError, ServeSettings, serve
 from gradwire.coordinator.journal import Journal, NoSpaceError
 from gradwire.coordinator.protocol import messages
 from gradwire.coordinator.settings import Durability
@@ -81,6 +81,23 @@ def test_room_is_noticed_when_no_push_comes(small_disk):
         assert ready(server) == 503
         small_disk.empty()
         until(lambda: ready(server) == 200, 20)
+
+
+def test_a_snapshot_that_fails_makes_no_room(small_disk):
+    """The new journal, which is begun for it, has room for its header and for little more."""
+    with served(small_disk.folder / "store", {"w": torch.zeros(LARGE)}) as server:
+        with CoordinatorClient(server.address, codec="none", retry_s=0.1) as client:
+            client.add_gradients({"w": torch.ones(LARGE)})
+            small_disk.fill()
+            with pytest.raises(JournalError):
+                client.add_gradients({"w": torch.ones(LARGE)})
+            with (small_disk.folder / "ballast").open("r+b") as file:
+                file.truncate(file.seek(0, os.SEEK_END) - 8192)
+            with pytest.raises(PeerError, match="cannot be saved"):
+                client.snapshot()
+            assert ready(server) == 503
+            small_disk.empty()
+            until(lambda: ready(server) == 200, 20)
 
 
 def test_records_of_a_run_go_on_too(small_disk, monkeypatch):

@@ -637,6 +637,8 @@ def test_the_command(tmp_path):
             client.add_gradients({"w": torch.ones(3)})
         store = server._host.store
         journal = Path(store._journal.path)
+        refused = subprocess.run([*command, "repair", str(journal)], capture_output=True, text=True)
+        assert (refused.returncode, "in use by a server" in refused.stderr) == (1, True)
         damaged = bytearray(journal.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (tmp_path / "damaged").write_bytes(damaged)

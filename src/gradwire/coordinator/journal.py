@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from gradwire.errors import ConfigError, JournalError
-from gradwire.files import write_whole
+from gradwire.files import lock_folder, write_whole
 from gradwire.wire import crc32
 
 __all__ = ["Fsync", "Journal", "NoSpaceError", "Records", "repair"]
@@ -161,9 +161,19 @@ class Records:
 def repair(path: str | Path) -> tuple[int, int]:
     """Cut a journal off where it is damaged; the whole of it is kept as ``PATH.damaged``.
 
-    Returns how many records are left, and how many bytes were cut off.
+    Returns how many records are left, and how many bytes were cut off. A journal that a server writes is refused.
     """
     path = Path(path)
+    locked = lock_folder(path.parent)
+    if locked is None:
+        raise JournalError(f"{path} is in use by a server: stop the server before you repair its journal.")
+    try:
+        return _cut_off(path)
+    finally:
+        os.close(locked)
+
+
+def _cut_off(path: Path) -> tuple[int, int]:
     records, size = Records(path), path.stat().st_size
     with suppress(JournalError):
         for _ in records:

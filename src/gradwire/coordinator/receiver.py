@@ -70,7 +70,10 @@ class Incoming:
         sizes = [(entry.name, entry.length) for entry in header.entries]
         total = sum(size for _, size in sizes)
         if len(sizes) > _MOST_ENTRIES or total > limits.push_mb * 1e6:
-            raise _TooLargeError(f"{total} bytes in {len(sizes)} entries are more than is allowed here.")
+            raise _TooLargeError(
+                f"{total} bytes in {len(sizes)} entries were announced; `push_mb` of the server's limits allows "
+                f"{limits.push_mb:g} MB, in at most {_MOST_ENTRIES} entries."
+            )
         try:
             return cls(header, Frames(sizes), total)
         except MemoryError:

@@ -276,7 +276,10 @@ class Store:
     def there(self) -> Model:
         """The model, or an error if there is none yet."""
         if self._model is None:
-            raise ConfigError("there are no parameters: set_model_parameters first.")
+            raise ConfigError(
+                "there are no parameters: an admin calls set_model_parameters first, or `file` of the server's `model` "
+                "names them."
+            )
         return self._model
 
     @property
@@ -468,6 +471,7 @@ class Store:
         except JournalError:
             journal.discard()
             raise
+        journal.short = old.short  # the disk is as full as it was
         self._journal, self._number, self._before = journal, self._number + 1, before
 
     def _new_journal(self, number: int, previous: str) -> Journal:
