@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import gradwire
 from tests.workers.checkpoints import MARKERS, saving
 from tests.workers.group import Group, forkserver
 from tests.workers.ranks import said, without_error
@@ -48,6 +49,11 @@ def two(tmp_path_factory):
         how = {"folder": f"{folder}/{kind}", "kind": kind, "seed": seed, "times": TIMES}
         cases["foreign", kind] = ("foreign", how)
     return said(folder, cases, 2, "tests.workers.checkpoints")
+
+
+def test_no_checkpoint_is_an_error_of_its_own():
+    with pytest.raises(gradwire.CheckpointError, match="`latest_checkpoint` has found no complete checkpoint"):
+        gradwire.load_checkpoint(None, None)
 
 
 @pytest.mark.parametrize("where", ["COMPLETE", "rank-00001"])

@@ -208,7 +208,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]:
+def load_checkpoint(path: str | Path | None, optimizer: Checkpointed) -> dict[str, Any]:
     """Go on from a checkpoint, saved by as many ranks as there are now or by others. Returns ``extra``.
 
     Every rank must call it. By another number of ranks ``extra`` is the first rank's. If one rank cannot read or take
@@ -223,6 +223,8 @@ def load_checkpoint(path: str | Path, optimizer: Checkpointed) -> dict[str, Any]
     gradwire.errors.CheckpointError: /nowhere is not a complete checkpoint: it has no COMPLETE.
     >>> dist.destroy_process_group()
     """
+    if path is None:
+        raise CheckpointError("`path` is None: `latest_checkpoint` has found no complete checkpoint in its folder.")
     here, peers = Path(path), optimizer.peers
     return _go_on(lambda: _states(here, peers.rank, peers.size, optimizer), optimizer)
 

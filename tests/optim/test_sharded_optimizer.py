@@ -511,15 +511,18 @@ def test_bad_arguments(arguments, message):
         GradientCompressionOptimizer(**given)
 
 
-def test_optimizers_that_step_more_than_once():
+def test_optimizers_that_cannot_be_sharded():
     with pytest.raises(ConfigError, match="must step once a gradient; got LBFGS"):
         ShardedOptimizerBase(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+    with pytest.raises(ConfigError, match=r"parameters of float64.*`model.float\(\)`"):
+        ShardedOptimizerBase(torch.optim.AdamW(nn.Linear(2, 2).double().parameters()))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"stage": 3}, "`stage` must be 0, 1 or 2; got 3"),
+        ({"stage": "1"}, "`stage` must be 0, 1 or 2; got '1'"),
         ({"bucket_bytes": 10}, "`bucket_bytes` must be at least 1024; got 10"),
         ({"clip_norm": -1.0}, "`clip_norm` must be above 0, or None; got -1.0"),
         ({"nonfinite": "ignore"}, "`nonfinite` must be 'raise' or 'skip'; got 'ignore'"),

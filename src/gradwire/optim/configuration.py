@@ -66,7 +66,7 @@ class ShardingConfiguration:
             ("nonfinite", self.nonfinite in ("raise", "skip"), "'raise' or 'skip'"),
             ("seed", isinstance(self.seed, int) and 0 <= self.seed < 1 << 64, "a whole number in [0, 2**64)"),
             ("stragglers", isinstance(self.stragglers, StragglerPolicy | None), "a StragglerPolicy, or None"),
-            ("stage", self.stage > 0 or self.stragglers is None, "1 or 2 to leave out stragglers"),
+            ("stage", self.stage != 0 or self.stragglers is None, "1 or 2 to leave out stragglers"),
         ):
             if not right:
                 raise ConfigError(f"`{name}` must be {allowed}; got {getattr(self, name)!r}.")

@@ -118,6 +118,11 @@ class ShardedOptimizerBase(Optimizer):
         everything = [p for group in wrapped_optimizer.param_groups for p in group[_INNER]]
         parameters = parameters_of(wrapped_optimizer.param_groups)
         check_parameters("wrapped_optimizer", parameters)
+        if any(parameter.dtype == torch.float64 for parameter in parameters):
+            raise ConfigError(
+                "`wrapped_optimizer` has parameters of float64, and gradients and weights travel in at most 32 bits. "
+                "Convert the module with `model.float()` before you make the optimizer."
+            )
         self._parameters = parameters
         self._places = {id(p): place for place, p in enumerate(everything)}  # as torch counts them
         self._ready = False
