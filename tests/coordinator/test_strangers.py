@@ -191,7 +191,12 @@ def test_limits_of_connections_are_for_each_address_and_for_all():
 
 def test_new_workers_come_in_while_strangers_come_again_and_again(tmp_path):
     """More strangers than connections, to a server with so few descriptors that an eighth of them is few, too."""
-    with room_for(500), Served(tmp_path, descriptors=256) as server, contextlib.ExitStack() as strangers:
+    long = "call_s = 100"  # so that strangers end for being too many alone
+    with (
+        room_for(500),
+        Served(tmp_path, limits=long, descriptors=256) as server,
+        contextlib.ExitStack() as strangers,
+    ):
         stop = threading.Event()
 
         def come_again():
@@ -209,8 +214,8 @@ def test_new_workers_come_in_while_strangers_come_again_and_again(tmp_path):
         strangers.callback(coming.join)
         strangers.callback(stop.set)
         time.sleep(2)
-        for _ in range(5):
-            with server.client(retry_s=10) as client:
+        for _ in range(3):
+            with server.client(retry_s=90) as client:
                 client.add_gradients({"w": torch.ones(SIZE)})
 
 
