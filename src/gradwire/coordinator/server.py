@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.metadata import version
@@ -190,9 +191,14 @@ class Server:
         limits = self.settings.limits
         connections = Connections(port, most, min(most, limits.connections_per_address), limits.call_s)
         self._host.identified = connections.identified
+        pause = _SWEEP_S
         while True:
-            await asyncio.sleep(_SWEEP_S)
-            self._host.metrics.count("ended_connections", await asyncio.to_thread(connections.sweep))
+            await asyncio.sleep(pause)
+            began = time.monotonic()
+            ended = await asyncio.to_thread(connections.sweep)
+            self._host.metrics.count("ended_connections", ended)
+            # Under attack a worker finds a place sooner the more often places are freed: with a tenth of a core.
+            pause = min(_SWEEP_S, 10 * (time.monotonic() - began)) if ended else _SWEEP_S
 
     def _start_telemetry(self) -> None:
         where = {"address": self.address, "pid": os.getpid()}
