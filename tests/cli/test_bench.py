@@ -7,6 +7,7 @@ import pytest
 
 from gradwire.cli import main
 from gradwire.errors import MissingExtraError
+from tests import needs
 
 from .test_cli import run
 
@@ -61,7 +62,7 @@ def test_bench_compiles_its_peers():
 
 
 def test_bench_draws_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
+    needs.module("matplotlib", "make test")
     file = tmp_path / "speed.png"
     run("bench", "codecs", "--quick", "--elements", "10240", "--plot", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,6 @@
 """The commands as a person types them."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,12 +8,11 @@ import torch
 
 import gradwire
 from gradwire.cli import main
+from tests.workers import warm
 
 
 def run(*arguments, status=0):
-    result = subprocess.run(
-        [sys.executable, "-m", "gradwire", *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+    result = warm.run("gradwire", *arguments, timeout_s=240)
     assert result.returncode == status, result.stderr
     return result
 

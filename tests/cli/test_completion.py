@@ -1,7 +1,6 @@
 """Completion, as shells ask for it."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from tests import needs
 
 GRADWIRE = Path(sys.executable).with_name("gradwire")
 
@@ -73,8 +73,8 @@ def test_completion_is_shown_and_installed(shell, file, tmp_path):
     assert (tmp_path / file).exists()
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_a_real_bash_completes_with_the_script_that_is_shown():
+    needs.program("bash", "apt-get install bash")
     script = f"""
         eval "$(_GRADWIRE_COMPLETE=source_bash {GRADWIRE})"
         COMP_WORDS=(gradwire train --codec powersgd : 1) COMP_CWORD=5

@@ -27,10 +27,11 @@ from gradwire import ConfigError, PeerError
 from gradwire.collectives import agree, connect, processes, sockets
 from gradwire.collectives.gloo import GlooPeers
 from gradwire.collectives.sockets import SocketPeers
+from tests import needs
 
 from .threads import on_every_rank, results
 
-Connections = pytest.importorskip("gradwire._native").Connections
+Connections = needs.module("gradwire._native", "make test, with a C++ compiler").Connections
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -1036,6 +1037,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)  # twelve processes that import torch, on a machine that may be busy
 def test_a_process_that_ends_right_after_a_collective_of_torch_has_not_failed(tmp_path):
     """Without gradwire one of three aborts, which torchrun counts as a failed training."""

@@ -37,9 +37,10 @@ from gradwire.coordinator.protocol.parts import PART_BYTES, part
 from gradwire.coordinator.receiver import Incoming
 from gradwire.coordinator.rules import Model
 from gradwire.coordinator.settings import Limits, ModelRules, Tls
+from tests import needs
 
-grpc = pytest.importorskip("grpc")
-x509 = pytest.importorskip("cryptography.x509")
+grpc = needs.module("grpc", "make test")
+x509 = needs.module("cryptography.x509", "make test")
 
 START = {"w": torch.linspace(-1, 1, 50).view(5, 10), "b": torch.zeros(10)}
 ONES = {"w": torch.ones(5, 10), "b": torch.ones(10)}

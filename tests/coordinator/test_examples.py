@@ -10,6 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.full
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

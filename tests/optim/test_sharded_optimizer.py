@@ -379,22 +379,21 @@ def test_any_rank_stops_all(two):
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory):
-    """Two ranks save, four go on and save, three go on from those."""
-    found = {}
-    for name, stages in {"1": (1, 1, 1), "2": (2, 2, 2), "other": (0, 2, 1)}.items():
-        folder = str(tmp_path_factory.mktemp(f"moved-{name}"))
-        for feedback in (True, False):
-            how = {"folder": folder, "ratio": 0.1, "feedback": feedback}
-            first = said(folder, {"saved": ("saved", {**how, "stage": stages[0]})}, 2, "tests.workers.sharded")
-            then = {"loaded": ("loaded", {**how, "before": 2, "stage": stages[1]})}
-            second = said(folder, then, 4, "tests.workers.sharded")
-            third = said(
-                folder, {"loaded": ("loaded", {**how, "before": 2, "stage": stages[2]})}, 3, "tests.workers.sharded"
-            )
-            found[name, feedback] = (first["saved"], second["loaded"], third["loaded"])
-    return found
+    """Two ranks save, four go on, and three."""
+    folder = tmp_path_factory.mktemp("moved")
+    answers = []
+    for ranks, case in ((2, "saved"), (4, "loaded"), (3, "loaded")):
+        cases = {}
+        for name, stages in {"1": (1, 1, 1), "2": (2, 2, 2), "other": (0, 2, 1)}.items():
+            for feedback in (True, False):
+                how = {"folder": str(folder / f"{name}-{feedback}"), "ratio": 0.1, "feedback": feedback}
+                how |= {"stage": stages[len(answers)], **({"before": 2} if case == "loaded" else {})}
+                cases[name, feedback] = (case, how)
+        answers.append(said(folder, cases, ranks, "tests.workers.sharded"))
+    return {key: tuple(each[key] for each in answers) for key in answers[0]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("name", ["1", "2", "other"])
 def test_other_numbers_of_ranks_go_on(moved, name, feedback):
@@ -423,6 +422,7 @@ def distributed(tmp_path_factory):
     return first["a"], {ranks: said(folder, cases, ranks, "tests.workers.sharded") for ranks in (2, 3)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_by_torch_distributed_checkpoint(distributed, ranks, stage):

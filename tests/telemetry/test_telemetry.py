@@ -62,6 +62,7 @@ def test_every_rank_of_a_training_tells_every_step(tmp_path: Path) -> None:
         assert any(each["event"] == "validation" and each["step"] == 25 for each in told)
 
 
+@pytest.mark.full
 def test_steps_that_ddp_reduces_itself_are_told_with_their_own_losses(tmp_path: Path) -> None:
     settings = {"task": "digits", "codec": "dense", "steps": 8, "run_folder": str(tmp_path)}
     moved = [e for e in run_workers("gradwire.tasks.worker", settings, 2) if e["event"] == "step"]
@@ -76,6 +77,7 @@ def test_steps_that_ddp_reduces_itself_are_told_with_their_own_losses(tmp_path: 
         assert all(b["codec"] == "dense" and b["ready_s"] < b["done_s"] <= each["seconds"] for b in each["buckets"])
 
 
+@pytest.mark.full
 def test_auto_tells_its_plans_and_reasons(tmp_path: Path) -> None:
     settings = {"task": "digits", "codec": "auto", "steps": 40, "run_folder": str(tmp_path)}
     assert list(run_workers("gradwire.tasks.worker", settings, 2))
@@ -89,6 +91,7 @@ def test_auto_tells_its_plans_and_reasons(tmp_path: Path) -> None:
     assert not [each for each in records(tmp_path / "rank-1.jsonl") if each["event"] == "plan"]
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
     settings = {"task": "digits", "codec": "int4", "steps": 2000, "run_folder": str(tmp_path)}
     training = run_workers("gradwire.tasks.worker", settings, 2)

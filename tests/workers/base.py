@@ -14,6 +14,13 @@ import torch.distributed as dist
 from gradwire.collectives.rank import run_rank
 
 
+def leave(file, text):
+    """Write a file that others look for: it is whole, or not there."""
+    beside = file.with_name(f"{file.name}.writing")
+    beside.write_text(text)
+    beside.rename(file)
+
+
 def main(body):
     """Run ``body(settings, rank, ranks)`` on every rank; rank 0 prints every rank's returned text as one event."""
 
