@@ -1,6 +1,6 @@
 """Both files of a release, looked at and tried: ``make dist`` runs it after building them.
 
-The wheel is installed by itself, the source with the extras ``bench`` and ``serve``, each into an environment of its
+The wheel is installed by itself, the source with the extras ``demo`` and ``serve``, each into an environment of its
 own in a temporary folder; then ``smoke.py`` runs there. Compiling and installing take a few minutes.
 """
 
@@ -75,7 +75,7 @@ def main() -> None:
     check_wheel(wheel)
     with tempfile.TemporaryDirectory(prefix="gradwire-release-") as folder:
         try_out(wheel, version, [], Path(folder))
-        try_out(source, version, ["bench", "serve"], Path(folder))
+        try_out(source, version, ["demo", "serve"], Path(folder))
     print(f"{wheel.name} and {source.name}: complete, installed and working")
 
 
