@@ -54,7 +54,8 @@ def main(options: list[str]) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            print(f"make {target}: {time.monotonic() - start:.0f} s as {user.pw_name}, exit status {status}", flush=True)
+            took = time.monotonic() - start
+            print(f"make {target} as {user.pw_name}: {took:.0f} s, exit status {status}", flush=True)
             if status:
                 raise SystemExit(1)
     finally:

@@ -1,7 +1,7 @@
 """Install what a target of the Makefile needs, and nothing else: ``python3 tools/environment.py train``.
 
 A target names a step. A step adds the packages of an extra of ``pyproject.toml`` to a virtual environment, and leaves a
-stamp (``.venv/.train``) that make compares with the sources. Only the standard library is used: nothing is installed yet.
+stamp (``.venv/.train``) that make compares with the sources. This file needs nothing but the standard library.
 
 With ``GRADWIRE_LOCK=1`` pip takes the exact versions of ``constraints.txt``, as CI does, and goes on with the ranges of
 ``pyproject.toml`` if the package index does not have them.
@@ -58,7 +58,7 @@ STEPS = {
 
 def main(name: str) -> None:
     """Bring the environment of a step up to date."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 - an older one may run this file
         raise SystemExit(
             f"gradwire needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}. "
             "Name another one: make PYTHON=/path/to/python3 ..."
@@ -181,19 +181,23 @@ def requirements(python: Path, extras: str) -> list[str]:
 
 def install(python: Path, what: list[str]) -> None:
     """Let pip install; with the versions of CI if they are asked for and can be had."""
-    # Without --no-compile pip compiles every file of torch and scipy, of which a training imports a tenth.
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-compile"]
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    if not os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        # pip would compile every file of torch and scipy: 20 s and 250 MB, for files of which few are ever imported.
+        pip.append("--no-compile")
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*pip, *more, *what], cwd=ROOT, capture_output=True, text=True, check=False)
+
     if os.environ.get("GRADWIRE_LOCK") == "1":
-        run = subprocess.run([*pip, "-c", "constraints.txt", *what], cwd=ROOT, capture_output=True, text=True, check=False)
-        if run.returncode == 0:
+        locked = run("-c", "constraints.txt")
+        if locked.returncode == 0:
             return
-        why = re.findall(r"^ERROR: (.*)", run.stderr, re.MULTILINE) or ["pip gave no reason"]
-        print(
-            f"\nconstraints.txt cannot be met here: {why[-1]} Going on with the ranges of pyproject.toml.", flush=True
-        )
-    run = subprocess.run([*pip, *what], cwd=ROOT, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise SystemExit(f"\n{run.stdout}{run.stderr}\npip could not install {' '.join(what)}: its reason is above.")
+        why = (re.findall(r"^ERROR: (.*?)\.?$", locked.stderr, re.MULTILINE) or ["pip gave no reason"])[-1]
+        print(f"\nconstraints.txt cannot be met here: {why}. Going on with the ranges of pyproject.toml.", flush=True)
+    ranged = run()
+    if ranged.returncode:
+        raise SystemExit(f"\n{ranged.stdout}{ranged.stderr}\npip could not install {' '.join(what)}: see above why.")
 
 
 if __name__ == "__main__":
