@@ -94,7 +94,7 @@ def test_training_is_measured_over_loopback_where_no_lab_can_be_made(monkeypatch
         bench_train.train()
     assert measured == [("loopback",)]
     assert f"{reason} Measuring over loopback instead." in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(LabError, match="needs root.*Without links: `gradwire bench train --rate loopback`"):
+    with pytest.raises(LabError, match=r"needs root.*Without links: `gradwire bench train --rate loopback`"):
         bench_train.train(rates=["100mbit"])
 
 
