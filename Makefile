@@ -8,6 +8,7 @@ ENGINES := tests/engines
 
 .PHONY: train test test-full test-all test-user test-browser test-javascript test-clusters test-hard test-triton lint bench \
 	docs dist golden sanitize setup clean
+.NOTPARALLEL:  # two targets would install into one environment at once
 
 # .venv/.train is there once all that `make train` needs is: tools/environment.py has the list of steps.
 .venv/.%: $(SOURCES)
