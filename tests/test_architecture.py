@@ -55,6 +55,8 @@ def test_every_extra_is_declared_and_a_missing_one_is_named():
         gradwire.MissingExtraError, match=r"streaming needs 'grpc.nothing'.*pip install 'gradwire\[serve\]'"
     ):
         require("grpc.nothing", purpose="streaming")
+    with pytest.raises(gradwire.MissingExtraError, match=r"pip install 'gradwire\[demo\]'"):  # the smallest that helps
+        require("sklearn.nothing", purpose="the digits task")
 
 
 def test_core_dependencies_are_the_five():
