@@ -78,7 +78,7 @@ def train(
 
     Examples:
 
-      $ gradwire bench train --rate loopback --workers 2 --method ddp --method int4
+      $ gradwire bench train --rate loopback --method ddp --method int4
       $ sudo gradwire bench train --rate 100mbit --curve-steps 60 --json
     """
     settings = Settings(
