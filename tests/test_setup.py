@@ -58,25 +58,32 @@ def test_requirements_are_those_of_the_extra_and_of_extras_in_it(environment):
     assert any(each.startswith("pytest>=") for each in found)
 
 
-@pytest.mark.parametrize(("lock", "calls"), [("", 1), ("1", 2)])
-def test_pins_that_cannot_be_met_are_named_and_ranges_are_taken(lock, calls, environment, monkeypatch, capsys):
+CONFLICT = "The conflict is caused by:\n    mkdocs>=1\n    The user requested (constraint) mkdocs==9.9\n"
+
+
+@pytest.mark.parametrize(
+    ("lock", "out", "why"),
+    [
+        ("", "", None),
+        ("1", "", "No matching distribution found for mkdocs==9.9"),
+        ("1", CONFLICT, "mkdocs==9.9"),
+    ],
+)
+def test_pins_that_cannot_be_met_are_named_and_ranges_are_taken(lock, out, why, environment, monkeypatch, capsys):
     seen = []
 
     def run(command, **_):
         seen.append(command)
         refused = "ERROR: Could not find a version\nERROR: No matching distribution found for mkdocs==9.9\n"
         pinned = "constraints.txt" in command
-        return subprocess.CompletedProcess(command, int(pinned), "", refused if pinned else "")
+        return subprocess.CompletedProcess(command, int(pinned), out, refused if pinned else "")
 
     monkeypatch.setenv("GRADWIRE_LOCK", lock)
     monkeypatch.setattr(environment.subprocess, "run", run)
     environment.install(Path("python"), ["mkdocs>=1"])
-    assert len(seen) == calls
+    assert len(seen) == (2 if lock else 1)
     assert "constraints.txt" not in seen[-1]
-    told = (
-        "constraints.txt cannot be met here: No matching distribution found for mkdocs==9.9. "
-        "Going on with the ranges of pyproject.toml.\n"
-    )
+    told = f"constraints.txt cannot be met here: {why}. Going on with the ranges of pyproject.toml.\n"
     assert capsys.readouterr().out.lstrip() == (told if lock else "")
 
 

@@ -181,7 +181,7 @@ def requirements(python: Path, extras: str) -> list[str]:
 
 def install(python: Path, what: list[str]) -> None:
     """Let pip install; with the versions of CI if they are asked for and can be had."""
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     if not os.environ.get("PYTHONDONTWRITEBYTECODE"):
         # pip would compile every file of torch and scipy: 20 s and 250 MB, for files of which few are ever imported.
         pip.append("--no-compile")
@@ -193,9 +193,11 @@ def install(python: Path, what: list[str]) -> None:
         locked = run("-c", "constraints.txt")
         if locked.returncode == 0:
             return
-        why = (re.findall(r"^ERROR: (.*?)\.?$", locked.stderr, re.MULTILINE) or ["pip gave no reason"])[-1]
+        # The pin in conflict is on standard output; the last error is often no more than an address of pip's manual.
+        pins = re.findall(r"The user requested \(constraint\) (.*)", locked.stdout)
+        *_, why = pins or re.findall(r"^ERROR: (.*?)\.?$", locked.stderr, re.MULTILINE) or ["pip gave no reason"]
         print(f"\nconstraints.txt cannot be met here: {why}. Going on with the ranges of pyproject.toml.", flush=True)
-    ranged = run()
+    ranged = run("--quiet")
     if ranged.returncode:
         raise SystemExit(f"\n{ranged.stdout}{ranged.stderr}\npip could not install {' '.join(what)}: see above why.")
 
