@@ -13,6 +13,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from tools.environment import TORCH, install
+
 ROOT = Path(__file__).parent.parent.parent
 SMOKE = Path(__file__).parent / "smoke.py"
 
@@ -61,8 +63,7 @@ def try_out(path: Path, version: str, extras: list[str], folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     python = environment / "bin" / "python"
     what = f"{path}[{','.join(extras)}]" if extras else str(path)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", what], check=True, cwd=folder)
+    install(python, [TORCH, what])
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     subprocess.run([python, "-I", SMOKE, version, *extras], check=True, cwd=folder, env=clean)
 
