@@ -50,11 +50,14 @@ def test_importing_gradwire_imports_nothing_optional():
 
 
 def test_every_extra_is_declared_and_a_missing_one_is_named():
-    assert set(EXTRAS) | {"dev"} == set(PROJECT.get_all("Provides-Extra"))
+    for_work_on_gradwire = {"test", "full", "lint", "docs", "dev"}
+    assert set(EXTRAS) | for_work_on_gradwire == set(PROJECT.get_all("Provides-Extra"))
     with pytest.raises(
         gradwire.MissingExtraError, match=r"streaming needs 'grpc.nothing'.*pip install 'gradwire\[serve\]'"
     ):
         require("grpc.nothing", purpose="streaming")
+    with pytest.raises(gradwire.MissingExtraError, match=r"pip install 'gradwire\[demo\]'"):  # the smallest that helps
+        require("sklearn.nothing", purpose="the digits task")
 
 
 def test_core_dependencies_are_the_five():

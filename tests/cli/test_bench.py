@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from gradwire.cli import main
-from gradwire.errors import MissingExtraError
+from gradwire.cli import bench_train, main
+from gradwire.errors import ConfigError, LabError, MissingExtraError
 from tests import needs
 
 from .test_cli import run
@@ -79,6 +79,24 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.setattr(importlib, "import_module", without)
     with pytest.raises(MissingExtraError, match=r"pip install 'gradwire\[bench\]'"):
         plot.check(tmp_path / "a.png")
+
+
+def test_training_is_measured_over_loopback_where_no_lab_can_be_made(monkeypatch, capsys):
+    reason = "a lab needs root: it makes network namespaces; run with sudo."
+    measured = []
+
+    def measure(settings, *_):
+        measured.append(settings.rates)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(bench_train, "unavailable", lambda: reason)
+    monkeypatch.setattr(bench_train, "measure", measure)
+    with pytest.raises(ConfigError, match="enough"):
+        bench_train.train()
+    assert measured == [("loopback",)]
+    assert f"{reason} Measuring over loopback instead." in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(LabError, match=r"needs root.*Without links: `gradwire bench train --rate loopback`"):
+        bench_train.train(rates=["100mbit"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Completion, as shells ask for it."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -75,10 +76,11 @@ def test_completion_is_shown_and_installed(shell, file, tmp_path):
 
 def test_a_real_bash_completes_with_the_script_that_is_shown():
     needs.program("bash", "apt-get install bash")
+    program = shlex.quote(str(GRADWIRE))  # its path may have spaces
     script = f"""
-        eval "$(_GRADWIRE_COMPLETE=source_bash {GRADWIRE})"
+        eval "$(_GRADWIRE_COMPLETE=source_bash {program})"
         COMP_WORDS=(gradwire train --codec powersgd : 1) COMP_CWORD=5
-        _gradwire_completion {GRADWIRE}
+        _gradwire_completion {program}
         echo "${{COMPREPLY[@]}}"
     """
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)

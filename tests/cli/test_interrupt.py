@@ -81,7 +81,7 @@ def test_an_interrupted_training_ends_with_status_130_and_takes_its_workers_alon
     [
         ("measuring links", ("doctor", "--workers", "2")),
         ("preparing", ("bench", "codecs", "--elements", "20000000", "--no-compile")),
-        ("starting", ("bench", "train", "--rate", "none", "--workers", "2", "--method", "ddp", "--rounds", "1000")),
+        ("starting", ("bench", "train", "--rate", "loopback", "--workers", "2", "--method", "ddp", "--rounds", "1000")),
         ("measuring", ("plan", "--model", "charlm", "--simulate", "--hosts", "4096")),
     ],
     ids=lambda words: words if isinstance(words, str) else " ".join(words[:2]),

@@ -34,7 +34,7 @@ DOCUMENTS = [
     ("bench", "codecs", "--bytes", "--elements", "10000"),
     ("bench", "codecs", "--quick", "--codec", "int8", "--op", "encode", "--elements", "10240"),
     ("bench", "stragglers", "--workers", "2", "--steps", "50", "--pause", "0.5", "--rounds", "1"),
-    ("bench", "train", "--rate", "none", "--workers", "2", "--method", "ddp", "--steps", "1", "--rounds", "1"),
+    ("bench", "train", "--rate", "loopback", "--workers", "2", "--method", "ddp", "--steps", "1", "--rounds", "1"),
     ("serve", "token", "w1"),
 ]
 
