@@ -21,10 +21,10 @@ train: .venv/.train  ## the main job: two workers train the digits CNN with comp
 	$(BIN)/gradwire train $(ARGS)
 
 test: .venv/.test  ## the tests that matter while one works
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full" --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full" --durations=25 --ignore=$(ENGINES) $(ARGS)
 
 test-full: .venv/.full  ## the tests that `make test` leaves out
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m full --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m full --durations=25 --ignore=$(ENGINES) $(ARGS)
 
 test-all: test test-full test-browser test-javascript test-clusters test-hard test-user  ## every test there is
 
