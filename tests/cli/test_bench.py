@@ -8,8 +8,7 @@ import pytest
 from gradwire.cli import bench_train, main
 from gradwire.errors import ConfigError, LabError, MissingExtraError
 from tests import needs
-
-from .test_cli import run
+from tests.workers.warm import gradwire as run
 
 
 def test_bench_prints_ours_beside_the_peers():
@@ -53,6 +52,7 @@ def test_bench_of_several_threads_ends_with_the_scaling():
         assert words in "\n".join(line.rstrip() for line in (out + "\n").splitlines()) + "\n"
 
 
+@pytest.mark.full
 def test_bench_compiles_its_peers():
     arguments = ("--elements", "10240", "--codec", "int8", "--op", "decode", "--rounds", "1", "--json")
     result = run("bench", "codecs", *arguments)

@@ -8,13 +8,7 @@ import torch
 
 import gradwire
 from gradwire.cli import main
-from tests.workers import warm
-
-
-def run(*arguments, status=0):
-    result = warm.run("gradwire", *arguments, timeout_s=240)
-    assert result.returncode == status, result.stderr
-    return result
+from tests.workers.warm import gradwire as run
 
 
 def train(*arguments):
@@ -29,6 +23,7 @@ def test_train_learns_the_task_with_an_eighth_of_the_bytes():
     assert result["steps"] == 44
 
 
+@pytest.mark.full
 def test_equal_seeds_give_equal_runs_and_feedback_is_on_for_sparse_codecs():
     short = ("--epochs", "1", "--batch-size", "180", "--codec", "topk:0.05+int8", "--seed", "3")
     first, second = train(*short), train(*short)
@@ -38,6 +33,7 @@ def test_equal_seeds_give_equal_runs_and_feedback_is_on_for_sparse_codecs():
     assert first == second
 
 
+@pytest.mark.full
 def test_train_with_a_sharded_optimizer_goes_on_from_its_checkpoints(tmp_path):
     short = ("--batch-size", "60", "--ratio", "0.1", "--checkpoints", str(tmp_path), "--checkpoint-every", "3")
     first = train(*short, "--steps", "7")
@@ -51,6 +47,7 @@ def test_train_with_a_sharded_optimizer_goes_on_from_its_checkpoints(tmp_path):
     assert straight["test_loss"] == second["test_loss"]
 
 
+@pytest.mark.full
 def test_train_prints_a_table_for_people():
     out = run("train", "--epochs", "1", "--batch-size", "300").stdout
     for words in (

@@ -10,14 +10,11 @@ import pytest
 import gradwire
 from gradwire.lab import Lab
 from tests import needs
-from tests.workers import warm
-
-from .test_cli import run
+from tests.workers.warm import gradwire as run
 
 
 def doctor(*arguments, status=0, **environment):
-    result = warm.run("gradwire", "doctor", "--json", *arguments, environment=environment, timeout_s=120)
-    assert result.returncode == status, result.stdout + result.stderr
+    result = run("doctor", "--json", *arguments, environment=environment, status=status)
     told = json.loads(result.stdout)
     return {check["name"]: check for check in told["checks"]}, told
 

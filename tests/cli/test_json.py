@@ -14,8 +14,8 @@ from gradwire.cli import app
 from gradwire.cli.output import print_json
 from tests import needs
 from tests.case import tiered
+from tests.workers.warm import gradwire as run
 
-from .test_cli import run
 from .test_help import commands
 
 SPEECHLESS = {"lab run", "lab down", "serve snapshot", "serve drain"}  # they print what others say, or a word

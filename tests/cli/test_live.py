@@ -33,6 +33,7 @@ def on_a_terminal(command: list[str], seconds: float) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
 
 
+@pytest.mark.full
 def test_a_training_is_seen_while_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train = ["train", "--steps", "60", "--codec", "int4", "--run-dir", str(folder)]

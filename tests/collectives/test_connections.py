@@ -28,6 +28,7 @@ from gradwire.collectives import agree, connect, processes, sockets
 from gradwire.collectives.gloo import GlooPeers
 from gradwire.collectives.sockets import SocketPeers
 from tests import needs
+from tests.case import tiered
 
 from .threads import on_every_rank, results
 
@@ -787,7 +788,7 @@ def test_strangers_that_reset_or_say_nothing_do_not_disturb(store, monkeypatch):
     silent.close()
 
 
-@pytest.mark.parametrize("count", [4, 50, 200])
+@pytest.mark.parametrize("count", tiered([4, 50, 200], first=[4]))
 def test_silent_strangers_delay_no_rank(store, count):
     """More than are held as well: the oldest must go."""
     with rank_of(0, 3) as zero, contextlib.ExitStack() as stack:
@@ -1007,7 +1008,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("count", [4, 50])
+@pytest.mark.parametrize("count", tiered([4, 50], first=[4]))
 def test_processes_connect_while_strangers_hold_the_port(tmp_path, count):
     command = [sys.executable, "-c", STRANGERS_CALL, str(tmp_path / "store")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}

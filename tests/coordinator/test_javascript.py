@@ -25,6 +25,7 @@ for (const codec of ['none', 'int8']) {
 }
 """
 
+pytestmark = pytest.mark.full
 for each in ("node", "npm"):
     needs.program(each, "apt-get install nodejs npm")
 if "GRADWIRE_TEST_JAVASCRIPT" not in os.environ:

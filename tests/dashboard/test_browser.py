@@ -18,6 +18,7 @@ from gradwire.dashboard.store import Store
 from tests import needs
 from tests.dashboard.folders import append, many_steps, note, plan, quality, start, step, validation, whole_run
 
+pytestmark = pytest.mark.full
 CHROMIUM = shutil.which("chromium")
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 OPTIONS += ["--disable-component-update", "--disable-sync"]

@@ -13,6 +13,7 @@ from gradwire import AllReduceParameter, ConfigError, MissingExtraError, PeerErr
 
 ray = importlib.import_module("ray") if os.environ.get("GRADWIRE_TEST_RAY") else None
 needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: make test-clusters")
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from gradwire.collectives.loopback import Loopback
 from gradwire.errors import ConfigError
 from gradwire.reducer import GradientReducer
 from gradwire.telemetry import JsonLines, Memory, Prometheus, Telemetry
+from tests.case import tiered
 
 
 def records(file: Path) -> list[dict[str, Any]]:
@@ -113,6 +114,7 @@ def _children() -> list[int]:
     return [int(line.split()[0]) for line in listed.splitlines() if "gradwire.tasks.worker" in line]
 
 
+@pytest.mark.full
 def test_a_sharded_optimizer_tells_its_steps(tmp_path: Path) -> None:
     settings = {"task": "digits", "ratio": 0.2, "steps": 4, "run_folder": str(tmp_path)}
     assert list(run_workers("gradwire.tasks.worker", settings, 2))
@@ -144,14 +146,14 @@ def test_the_environment_names_a_folder_and_programs_stay_as_they_are(tmp_path: 
     assert all(each["loss"] > 0 for each in told if each["event"] == "step")
 
 
-@pytest.mark.parametrize(
-    ("ending", "status", "what"),
-    [
-        ("compression.close()", "done", ""),
-        ("", "done", ""),  # nobody closed it, and nothing went wrong
-        ("raise ValueError('a bad day')", "failed", "ValueError: a bad day"),
-    ],
-)
+ENDINGS = [
+    ("compression.close()", "done", ""),
+    ("", "done", ""),  # without close(), and without an error
+    ("raise ValueError('a bad day')", "failed", "ValueError: a bad day"),
+]
+
+
+@pytest.mark.parametrize(("ending", "status", "what"), tiered(ENDINGS, first=ENDINGS[2:]))
 def test_how_a_program_ended(ending: str, status: str, what: str, tmp_path: Path) -> None:
     program = PROGRAM.replace('"int4"', '"int4", telemetry=gradwire.Telemetry(sys.argv[1])')
     program = program.replace("loss.item()", "loss.detach()").replace("compression.close()", ending)

@@ -13,6 +13,9 @@ import tempfile
 from pathlib import Path
 from subprocess import CompletedProcess
 
+from gradwire.cli import main
+
+COMMAND = "gradwire"  # not `python -m gradwire`: completion asks for the program's own name
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.workers.imported"])
 
@@ -40,6 +43,13 @@ def run(module, *arguments, timeout_s, **given):
     return CompletedProcess([module, *arguments], process.exitcode, *said)
 
 
+def gradwire(*arguments, status=0, timeout_s=240, **given):
+    """Run the command ``gradwire`` as its script does; it must end with that status."""
+    result = run(COMMAND, *arguments, timeout_s=timeout_s, **given)
+    assert result.returncode == status, result.stderr
+    return result
+
+
 def _live(module, arguments, streams, environment, cwd):
     for stream, file in zip((sys.stdout, sys.stderr), streams, strict=True):
         stream.flush()
@@ -52,4 +62,7 @@ def _live(module, arguments, streams, environment, cwd):
         sys.path.remove("")
     sys.path.insert(0, cwd)
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module == COMMAND:
+        main()
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
