@@ -119,7 +119,7 @@ def test_a_killed_rank_is_named_at_once_while_its_child_lives(tmp_path, child, v
     assert all(names(words, victim, "is gone") for words in said), said
 
 
-LATE_S = 2  # after `timeout_s` the error has come
+LATE_S = 10  # after `timeout_s` the error has come, on a busy machine too; two seconds on an idle one
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 
 def on_a_terminal(command: list[str], seconds: float) -> str:
     """All that a command writes to a terminal of 120 columns."""

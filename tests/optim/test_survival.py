@@ -90,9 +90,6 @@ def test_a_straggler_is_left_out_and_counted(tmp_path):
         expected = finished(undisturbed)
     left_out = paused_run(tmp_path / "policy", {})
     waited_for = paused_run(tmp_path / "none", None)
-    seconds = [max(rank["seconds"] for rank in run) for run in (expected, left_out, waited_for)]
-    # How near to the undisturbed run is for `gradwire bench stragglers` to say.
-    assert seconds[1] < seconds[0] + PAUSE_S / 2 < seconds[2]
     assert len({rank["parameters"] for rank in left_out}) == 1
     assert all(rank["steps"] == 200 for rank in left_out)
     computed = sorted(rank["computed"] for rank in left_out)
