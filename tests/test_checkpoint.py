@@ -12,7 +12,7 @@ import gradwire
 from tests import needs
 from tests.workers.checkpoints import MARKERS, saving
 from tests.workers.group import Group
-from tests.workers.ranks import said, without_error
+from tests.workers.ranks import Cases, said, without_error
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,7 +49,8 @@ def two(tmp_path_factory):
     for seed, kind in enumerate(KINDS):
         how = {"folder": f"{folder}/{kind}", "kind": kind, "seed": seed, "times": TIMES}
         cases["foreign", kind] = ("foreign", how)
-    return said(folder, cases, 2, "tests.workers.checkpoints")
+    with Cases(folder, cases, 2, "tests.workers.checkpoints") as ranks:
+        yield ranks
 
 
 def test_no_checkpoint_is_an_error_of_its_own():

@@ -13,7 +13,7 @@ from torch import nn
 import gradwire
 from gradwire import ConfigError
 from tests.case import tiered
-from tests.workers.ranks import Answers, said, same_on_every_rank, without_error
+from tests.workers.ranks import Cases, said, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(1200)  # a group of ranks trains 20 codecs for 200 steps
 
@@ -76,8 +76,8 @@ def folder(tmp_path_factory):
 def trained(tmp_path_factory):
     """What three ranks said of 200 steps in every codec."""
     cases = {name: ("codec", {"name": name}) for name in CODECS}
-    first, rest = ({n: c for n, c in cases.items() if (n in FIRST) == wanted} for wanted in (True, False))
-    return Answers(tmp_path_factory.mktemp, 3, first=first, rest=rest)
+    with Cases(tmp_path_factory.mktemp("codecs"), cases, 3) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,8 @@ def answers(folder):
         "planned": ("planned", {}),
         "planned_exactly": ("planned", {"settings": {"quality": 0.0}}),
     }  # fmt: skip
-    return said(folder, cases, 3)
+    with Cases(folder, cases, 3) as ranks:
+        yield ranks
 
 
 UNUSUAL = [("complex", "dense", 0), ("complex", "none", 1e-6), ("complex", "int8", 0.02), ("float64", "dense", 0)]
@@ -150,7 +151,8 @@ def dtypes(tmp_path_factory):
         },
         "unused": ("mixed", {"name": "int4", "static_graph": True, "find_unused_parameters": True}),
     }
-    return said(tmp_path_factory.mktemp("dtypes"), cases, 2)
+    with Cases(tmp_path_factory.mktemp("dtypes"), cases, 2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +170,8 @@ def edges(tmp_path_factory):
         "adapters": ("adapters", {"name": "int4"}),
         **{f"failing_{how}": ("failing", {"how": how}) for how in FAILURES},
     }
-    return said(tmp_path_factory.mktemp("edges"), cases, 2)
+    with Cases(tmp_path_factory.mktemp("edges"), cases, 2) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("codec", tiered(CODECS, first=FIRST))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.case import tiered
 from tests.workers.lifetimes import NOTHING
-from tests.workers.ranks import Answers, said, same_on_every_rank, without_error
+from tests.workers.ranks import Cases, same_on_every_rank, without_error
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -45,15 +45,15 @@ def answers(tmp_path_factory):
         "deadlines": ("deadlines", {}),
         **{("after", codec): ("closed_for_good", {"codec": codec}) for codec in ("int4", "dense")},
     }
-    first = {name: cases[name] for name in (*FIRST, "plain", ("after", "int4"), ("after", "dense"))}
-    rest = {name: case for name, case in cases.items() if name not in first}
-    return Answers(tmp_path_factory.mktemp, 2, "tests.workers.lifetimes", first=first, rest=rest)
+    with Cases(tmp_path_factory.mktemp("lifetimes"), cases, 2, "tests.workers.lifetimes") as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
 def answers_of_three(tmp_path_factory):
     cases = {name: ("lives", THINGS[name]) for name in OF_THREE}
-    return said(tmp_path_factory.mktemp("three"), cases, 3, "tests.workers.lifetimes")
+    with Cases(tmp_path_factory.mktemp("three"), cases, 3, "tests.workers.lifetimes") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("thing", tiered(THINGS, first=FIRST))
@@ -110,7 +110,8 @@ def test_training_after_close_is_an_error_and_what_was_kept_back_can_be_saved(an
 @pytest.fixture(scope="module", params=tiered([1, 2], first=[2]), ids=["one rank", "two ranks"])
 def copies(request, tmp_path_factory):
     cases = {each: ("copies", dict(zip(("how", "codec"), each, strict=True))) for each in COPIES}
-    return said(tmp_path_factory.mktemp("copies"), cases, request.param, "tests.workers.lifetimes")
+    with Cases(tmp_path_factory.mktemp("copies"), cases, request.param, "tests.workers.lifetimes") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize(("how", "codec"), COPIES)

@@ -18,7 +18,7 @@ from tests.collectives.threads import on_every_rank, results
 from tests.workers import elastic
 from tests.workers.ddp import Net, batch, loss_of
 from tests.workers.group import Group
-from tests.workers.ranks import said, same_on_every_rank, without_error
+from tests.workers.ranks import Cases, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,12 +58,14 @@ def cases(ranks):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return said(tmp_path_factory.mktemp("two"), cases(2), 2, "tests.workers.local")
+    with Cases(tmp_path_factory.mktemp("two"), cases(2), 2, "tests.workers.local") as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    return said(tmp_path_factory.mktemp("three"), cases(3), 3, "tests.workers.local")
+    with Cases(tmp_path_factory.mktemp("three"), cases(3), 3, "tests.workers.local") as ranks:
+        yield ranks
 
 
 @pytest.fixture(params=tiered([2, 3], first=[2]))

@@ -15,7 +15,7 @@ from gradwire.tree import from_bytes, to_bytes
 from tests import needs
 from tests.case import tiered
 from tests.workers.optimizers import OPTIMIZERS, RATIO, Counting
-from tests.workers.ranks import Answers, same_on_every_rank, without_error
+from tests.workers.ranks import Cases, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -54,9 +54,8 @@ def two(tmp_path_factory):
     for stage in (1, 2):
         for ratio in (0.3, 0.1):
             cases["fewer", stage, ratio] = ("fewer_matrices", {"stage": stage, "ratio": ratio})
-    first = {name: case for name, case in cases.items() if name in FIRST or name[0] in ("in groups", "fewer")}
-    rest = {name: case for name, case in cases.items() if name not in first}
-    return Answers(tmp_path_factory.mktemp, 2, "tests.workers.optimizers", first=first, rest=rest)
+    with Cases(tmp_path_factory.mktemp("optimizers"), cases, 2, "tests.workers.optimizers") as ranks:
+        yield ranks
 
 
 def test_every_optimizer_of_the_table_is_tried():

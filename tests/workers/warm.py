@@ -20,10 +20,10 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.workers.imported"])
 
 
-def start(module, *arguments, stdout=os.devnull, stderr=os.devnull, environment=None, cwd=None):
-    """Start ``python -m module arguments``; output goes to these files. Returns the process."""
+def start(module, *arguments, stdin=os.devnull, stdout=os.devnull, stderr=os.devnull, environment=None, cwd=None):
+    """Start ``python -m module arguments`` with these files as its streams. Returns the process."""
     environment = dict(os.environ) | (environment or {})
-    streams = str(stdout), str(stderr)
+    streams = str(stdin), str(stdout), str(stderr)
     process = CONTEXT.Process(target=_live, args=(module, arguments, streams, environment, str(cwd or Path.cwd())))
     process.start()
     return process
@@ -51,10 +51,10 @@ def gradwire(*arguments, status=0, timeout_s=240, **given):
 
 
 def _live(module, arguments, streams, environment, cwd):
-    for stream, file in zip((sys.stdout, sys.stderr), streams, strict=True):
-        stream.flush()
-        with open(file, "wb") as target:
-            os.dup2(target.fileno(), stream.fileno())
+    for number, (file, mode) in enumerate(zip(streams, ("rb", "wb", "wb"), strict=True)):
+        with open(file, mode) as stream:
+            os.dup2(stream.fileno(), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - multiprocessing has closed the one it was forked with
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
