@@ -409,12 +409,14 @@ def test_adapters_of_small_matrices_are_compressed_and_learn_as_with_ddp(edges):
             assert math.isclose(plain, ours, rel_tol=0.01)
 
 
+@pytest.mark.full
 def test_a_compiled_model_is_compressed_as_the_model_inside_is(edges):
     for rank in without_error(edges["compiled_before"]):
         assert rank["worst"] < 1e-5
         assert rank["sent"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_compiled_models(answers, where):
     for rank in without_error(answers[f"compiled_{where}"]):
