@@ -9,7 +9,7 @@ GROUPS := tests/adapters tests/optim
 # Those that need Ray, Spark, Lightning, Accelerate and Transformers.
 ENGINES := tests/engines
 
-.PHONY: train test test-browser test-javascript test-clusters test-hard test-triton lint bench docs dist golden sanitize setup clean
+.PHONY: train test test-browser test-javascript test-clusters test-hard test-triton lint bench docs dist golden sanitize mutants setup clean
 
 setup: $(READY)
 
@@ -92,6 +92,9 @@ dist: $(READY)  ## wheel and source release into dist/, each installed into an e
 
 golden: $(READY)  ## freeze the bytes of codecs that have no golden file yet; old ones are never rewritten
 	$(BIN)/python -m tests.golden.freeze
+
+mutants: $(READY)  ## 40 mutations of src/, and which of them the tests of make test find; an hour
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
 	rm -rf .venv .venv-triton .venv-clusters build dist site
