@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,26 @@ def test_a_sink_that_fails_is_named_and_left_out(caplog: pytest.LogCaptureFixtur
     assert len(good.records) == 7
     assert "Broken" in caplog.text
     assert "no space left" in caplog.text
+
+
+def test_flush_waits_until_the_sinks_have_every_record() -> None:
+    class Slow(Memory):
+        flushed = 0
+
+        def write(self, record: Any) -> None:
+            time.sleep(0.05)
+            super().write(record)
+
+        def flush(self) -> None:
+            self.flushed = len(self.records)
+
+    slow = Slow()
+    with Telemetry(slow) as telemetry:
+        telemetry.start(rank=0, ranks=1)
+        for step in range(3):
+            telemetry.step(step)
+        telemetry.flush()
+        assert (len(slow.records), slow.flushed) == (4, 4)
 
 
 def test_a_training_that_fails_says_so() -> None:
