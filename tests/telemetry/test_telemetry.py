@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -114,7 +115,9 @@ def _children() -> list[int]:
 def test_a_sharded_optimizer_tells_its_steps(tmp_path: Path) -> None:
     settings = {"task": "digits", "ratio": 0.2, "steps": 4, "run_folder": str(tmp_path)}
     assert list(run_workers("gradwire.tasks.worker", settings, 2))
-    steps = [each for each in records(tmp_path / "rank-1.jsonl") if each["event"] == "step"]
+    told = records(tmp_path / "rank-1.jsonl")
+    assert told[0]["codec"] == "sharded 0.2"
+    steps = [each for each in told if each["event"] == "step"]
     assert [each["step"] for each in steps] == [1, 2, 3, 4]
     assert all(0 < each["sent"] < 0.25 * each["dense"] for each in steps)
 
@@ -194,6 +197,16 @@ def test_the_error_is_that_of_the_gradient_and_the_residual_what_is_kept_back() 
     assert found[0]["error"] == pytest.approx(1 - float(kept), rel=0.02)
     assert found[0]["residual"] is None
     assert found[-1]["residual"] > 0.5
+
+
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_losses_are_looked_at_every_so_many_steps(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.adapters.watch._SHARE", math.inf)  # looks may take all of the time
+    memories = [Memory(), Memory()]
+    telemetry = [Telemetry(memory, quality_every=every) for memory in memories]
+    _two_ranks(telemetry, "int4", [[torch.ones(64, 128)] * 2] * 13)
+    looked = [each["step"] for each in memories[0].records if each["event"] == "quality"]
+    assert looked == list(range(1, 14, every))
 
 
 def test_a_step_that_is_not_taken_is_a_note() -> None:
