@@ -107,7 +107,7 @@ def test_a_worker_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
 
 def _children() -> list[int]:
     listed = subprocess.run(
-        ["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True, check=True
+        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True, check=True
     ).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if "gradwire.tasks.worker" in line]
 
