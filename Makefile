@@ -7,7 +7,7 @@ SOURCES := pyproject.toml CMakeLists.txt tools/environment.py $(wildcard csrc/*)
 ENGINES := tests/engines
 
 .PHONY: train test test-full test-all test-user test-browser test-javascript test-clusters test-hard test-triton lint bench \
-	docs dist golden sanitize setup clean
+	docs dist golden sanitize mutants setup clean
 .NOTPARALLEL:  # two targets would install into one environment at once
 
 # .venv/.train is there once all that `make train` needs is: tools/environment.py has the list of steps.
@@ -93,6 +93,9 @@ dist: .venv/.full  ## wheel and source release into dist/, each installed into a
 
 golden: .venv/.train  ## freeze the bytes of codecs that have no golden file yet; old ones are never rewritten
 	$(BIN)/python -m tests.golden.freeze
+
+mutants: .venv/.test  ## 40 mutations of src/, and which of them the tests of make test find; an hour
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
 	rm -rf .venv .venv-triton .venv-clusters build dist site

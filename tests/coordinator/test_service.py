@@ -328,6 +328,19 @@ def test_many_pushes_on_their_way():
             client.flush()
 
 
+def test_close_waits_for_every_push_and_says_what_was_wrong_with_one():
+    with start({"w": torch.zeros(10)}) as server:
+        client = CoordinatorClient(server.address, codec="none", window=16)
+        for _ in range(8):
+            client.add_gradients({"w": torch.ones(10)})
+        client.close()
+        assert server.version == 8
+        client = CoordinatorClient(server.address, codec="none", window=16)
+        client.add_gradients({"w": torch.ones(11)})
+        with pytest.raises(ConfigError, match="must have shape"):
+            client.close()
+
+
 def test_threads_share_a_client():
     with start({"w": torch.zeros(10)}) as server, CoordinatorClient(server.address, codec="none") as client:
 

@@ -380,6 +380,17 @@ def test_bad_policies(change, message):
         StragglerPolicy(**change)
 
 
+def test_a_policy_may_be_at_every_bound_and_not_beyond():
+    bounds = {"drop": 0, "max_drop": 0, "warmup": 1, "window": 1, "slack": 1, "least_s": 0}
+    StragglerPolicy(**bounds)
+    for name, bound in bounds.items():
+        with pytest.raises(ConfigError, match=f"`{name}`"):
+            StragglerPolicy(**{name: bound - 0.001})
+    for name in ("drop", "max_drop"):
+        with pytest.raises(ConfigError, match=f"`{name}`"):
+            StragglerPolicy(**{name: 1.0})
+
+
 # Laws.
 
 

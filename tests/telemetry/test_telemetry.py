@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ def test_a_worker_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
 
 def _children() -> list[int]:
     listed = subprocess.run(
-        ["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True, check=True
+        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True, check=True
     ).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if "gradwire.tasks.worker" in line]
 
@@ -118,7 +120,9 @@ def _children() -> list[int]:
 def test_a_sharded_optimizer_tells_its_steps(tmp_path: Path) -> None:
     settings = {"task": "digits", "ratio": 0.2, "steps": 4, "run_folder": str(tmp_path)}
     assert list(run_workers("gradwire.tasks.worker", settings, 2))
-    steps = [each for each in records(tmp_path / "rank-1.jsonl") if each["event"] == "step"]
+    told = records(tmp_path / "rank-1.jsonl")
+    assert told[0]["codec"] == "sharded 0.2"
+    steps = [each for each in told if each["event"] == "step"]
     assert [each["step"] for each in steps] == [1, 2, 3, 4]
     assert all(0 < each["sent"] < 0.25 * each["dense"] for each in steps)
 
@@ -200,6 +204,16 @@ def test_the_error_is_that_of_the_gradient_and_the_residual_what_is_kept_back() 
     assert found[-1]["residual"] > 0.5
 
 
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_losses_are_looked_at_every_so_many_steps(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.adapters.watch._SHARE", math.inf)  # looks may take all of the time
+    memories = [Memory(), Memory()]
+    telemetry = [Telemetry(memory, quality_every=every) for memory in memories]
+    _two_ranks(telemetry, "int4", [[torch.ones(64, 128)] * 2] * 13)
+    looked = [each["step"] for each in memories[0].records if each["event"] == "quality"]
+    assert looked == list(range(1, 14, every))
+
+
 def test_a_step_that_is_not_taken_is_a_note() -> None:
     memories = [Memory(), Memory()]
     bad = torch.full((64, 128), torch.nan)
@@ -231,6 +245,26 @@ def test_a_sink_that_fails_is_named_and_left_out(caplog: pytest.LogCaptureFixtur
     assert len(good.records) == 7
     assert "Broken" in caplog.text
     assert "no space left" in caplog.text
+
+
+def test_flush_waits_until_the_sinks_have_every_record() -> None:
+    class Slow(Memory):
+        flushed = 0
+
+        def write(self, record: Any) -> None:
+            time.sleep(0.05)
+            super().write(record)
+
+        def flush(self) -> None:
+            self.flushed = len(self.records)
+
+    slow = Slow()
+    with Telemetry(slow) as telemetry:
+        telemetry.start(rank=0, ranks=1)
+        for step in range(3):
+            telemetry.step(step)
+        telemetry.flush()
+        assert (len(slow.records), slow.flushed) == (4, 4)
 
 
 def test_a_training_that_fails_says_so() -> None:
