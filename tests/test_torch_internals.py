@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import ConfigError, torch_internals
 from gradwire.adapters import ddp
+from tests.installed import HAS_FSDP2
 
 SOURCES = Path(gradwire.__file__).parent
-VERSION = tuple(int(each) for each in torch.__version__.split("+")[0].split(".")[:2])
-HAS_FSDP2 = VERSION >= (2, 8)
 # Of other libraries, and of Python.
 NOT_OF_TORCH = {"_exit", "_load_optimizer_and_scheduler", "_models", "_native"}
 _LOOK_UPS = {"getattr", "hasattr", "setattr", "delattr"}
@@ -287,11 +286,11 @@ def test_a_scaler_without_its_states_is_refused_and_one_of_another_kind_is_not()
 
 @pytest.mark.skipif(HAS_FSDP2, reason="torch has what FSDP2 needs")
 def test_an_older_torch_is_refused():
-    with pytest.raises(ConfigError, match=r"gradwire\.fsdp2 needs .*; torch 2\.8 to .* have it"):
+    with pytest.raises(ConfigError, match=r"gradwire\.fsdp2 needs .*; torch 2\.9 to .* have it"):
         _ = gradwire.fsdp2
 
 
-@pytest.mark.skipif(not HAS_FSDP2, reason="FSDP2 takes codecs since torch 2.8")
+@pytest.mark.skipif(not HAS_FSDP2, reason="FSDP2 takes codecs since torch 2.9")
 def test_fsdp_modules_are_looked_into(group):
     from torch.distributed.fsdp import fully_shard
 
@@ -310,7 +309,7 @@ def test_fsdp_modules_are_looked_into(group):
     compression.close()
 
 
-@pytest.mark.skipif(not HAS_FSDP2, reason="FSDP2 takes codecs since torch 2.8")
+@pytest.mark.skipif(not HAS_FSDP2, reason="FSDP2 takes codecs since torch 2.9")
 def test_a_class_that_fsdp_lacks_is_named(monkeypatch):
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_api

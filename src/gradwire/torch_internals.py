@@ -209,11 +209,11 @@ def _scaler_states(scaler: object) -> dict[int, dict[str, Any]]:
 # FSDP2.
 
 _FSDP2: Final = "gradwire.fsdp2"
-_FSDP2_SINCE: Final = "2.8"
+_FSDP2_SINCE: Final = "2.9"
 
 
 def fsdp_communication() -> tuple[type[Any], type[Any], type[Any]]:
-    """Return ``FSDPModule``, and the base classes of all-gathers and reduce-scatters it takes: since torch 2.8."""
+    """Return ``FSDPModule``, and the base classes of all-gathers and reduce-scatters it takes: since torch 2.9."""
     where = "torch.distributed.fsdp._fully_shard._fsdp_api"
     try:
         from torch.distributed.fsdp import FSDPModule
