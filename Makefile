@@ -9,7 +9,7 @@ GROUPS := tests/adapters tests/optim
 # Those that need Ray, Spark, Lightning, Accelerate and Transformers.
 ENGINES := tests/engines
 
-.PHONY: train test test-browser test-javascript test-clusters test-hard test-triton lint bench docs dist golden sanitize setup clean
+.PHONY: train test test-versions test-browser test-javascript test-clusters test-hard test-triton lint bench docs dist golden sanitize setup clean
 
 setup: $(READY)
 
@@ -62,6 +62,9 @@ test-clusters:  ## torchrun, Ray, Spark, Lightning, Accelerate, Transformers, FS
 	GRADWIRE_TEST_RAY=1 $(ALONE) .venv-clusters/bin/python -m pytest -q $(ENGINES) --ignore=$(ENGINES)/test_torchrun.py \
 		--ignore=$(ENGINES)/test_fsdp2.py tests/sharding/test_ray.py src/gradwire/adapters $(ARGS)
 
+test-versions:  ## the first tier with the oldest torch, the newest and the pinned one; environments of their own, of 5 GB each
+	$(PYTHON) tools/versions.py $(ARGS)
+
 test-browser: $(READY)  ## the dashboard in a real browser; installs Chromium if there is none and we may
 	@command -v chromium >/dev/null || if test "$$(id -u)" = 0; then \
 		apt-get update -qq && \
@@ -94,4 +97,4 @@ golden: $(READY)  ## freeze the bytes of codecs that have no golden file yet; ol
 	$(BIN)/python -m tests.golden.freeze
 
 clean:
-	rm -rf .venv .venv-triton .venv-clusters build dist site
+	rm -rf .venv .venv-triton .venv-clusters .venv-torch-* build dist site
