@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt tools/environment.py $(wildcard csrc/*)
 # Those that need Ray, Spark, Lightning, Accelerate and Transformers.
 ENGINES := tests/engines
 
-.PHONY: train test test-full test-all test-user test-browser test-javascript test-clusters test-hard test-triton lint bench \
+.PHONY: train test test-full test-all test-user test-versions test-browser test-javascript test-clusters test-hard test-triton lint bench \
 	docs dist golden sanitize mutants setup clean
 .NOTPARALLEL:  # two targets would install into one environment at once
 
@@ -63,6 +63,9 @@ test-clusters: .venv-clusters/.clusters  ## torchrun, Ray, Spark, Lightning, Acc
 	GRADWIRE_TEST_RAY=1 $(ALONE) .venv-clusters/bin/python -m pytest -q $(ENGINES) --ignore=$(ENGINES)/test_torchrun.py \
 		--ignore=$(ENGINES)/test_fsdp2.py tests/sharding/test_ray.py src/gradwire/adapters $(ARGS)
 
+test-versions:  ## the first tier with the oldest torch, the newest and the pinned one; environments of their own, of 5 GB each
+	$(PYTHON) tools/versions.py $(ARGS)
+
 test-browser: .venv/.full  ## the dashboard in a real browser; installs Chromium if there is none and we may
 	@command -v chromium >/dev/null || if test "$$(id -u)" = 0; then \
 		apt-get update -qq && \
@@ -98,4 +101,4 @@ mutants: .venv/.test  ## 40 mutations of src/, and which of them the tests of ma
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
-	rm -rf .venv .venv-triton .venv-clusters build dist site
+	rm -rf .venv .venv-triton .venv-clusters .venv-torch-* build dist site

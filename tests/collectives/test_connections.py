@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire import ConfigError, PeerError
-from gradwire.collectives import agree, connect, processes, sockets
+from gradwire.collectives import agree, connect, sockets
 from gradwire.collectives.gloo import GlooPeers
 from gradwire.collectives.sockets import SocketPeers
 from tests import needs
@@ -651,8 +651,7 @@ def test_a_forked_child_does_not_end_the_connections():
 def store(monkeypatch):
     """The store of ranks that are threads."""
     shared = dist.HashStore()
-    for module in (sockets, processes):
-        monkeypatch.setattr(module, "store", lambda: shared)
+    monkeypatch.setattr(sockets, "default_store", lambda: shared)
     # Blame asks it, to keep the store of rank 0 a while: here nobody keeps one.
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -991,13 +990,13 @@ def test_a_transport_can_be_chosen(alone, monkeypatch, named, kind):
 STRANGERS_CALL = """
 import os, socket, sys, time, torch.distributed as dist
 from gradwire.collectives import agree, connect
-from gradwire.collectives.processes import store
+from gradwire.torch_internals import default_store
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
 if rank == 1:
     key = f"gradwire/{dist.group.WORLD.group_name}/1/address/0"
-    store().wait([key])
-    port, _, address = store().get(key).decode().split(" ")
+    default_store().wait([key])
+    port, _, address = default_store().get(key).decode().split(" ")
     strangers = [socket.create_connection((address, int(port))) for _ in range(int(sys.argv[3]))]
 begin = time.monotonic()
 peers = connect(timeout_s=30)

@@ -4,6 +4,7 @@ import gc
 import math
 import time
 import zlib
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from .base import main_of_cases
 
 SMALL_BUCKETS = 0.03  # MiB: about 7800 parameters
 TIMEOUT_S = 20
+CAN_SKIP = "skip_all_reduce_unused_params" in signature(DistributedDataParallel).parameters  # of this torch
 
 
 class Net(nn.Module):
@@ -493,7 +495,8 @@ def refused_models(rank):
     def delayed():
         net = Net().double()
         names = {"delay_all_reduce_named_params": [("layers.0.bias", net.layers[0].bias)]}
-        return ddp(net, **names, param_to_hook_all_reduce=net.layers[0].weight)
+        # torch 2.6 takes no fraction of a megabyte here.
+        return ddp(net, **names, param_to_hook_all_reduce=net.layers[0].weight, bucket_cap_mb=1)
 
     def in_python():
         torch._dynamo.config.optimize_ddp = "python_reducer"
@@ -506,7 +509,12 @@ def refused_models(rank):
         return ddp(find_unused_parameters=True, skip_all_reduce_unused_params=True)
 
     def mixed():
-        return ddp(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+        policy = _MixedPrecision(param_dtype=torch.bfloat16)
+        if torch.version.cuda and not torch.cuda.is_available():  # where torch cannot make the stream of such a model
+            model = ddp()
+            model.mixed_precision = policy
+            return model
+        return ddp(mixed_precision=policy)
 
     return {
         **{f"sparse, {codec}": refusal(sparse, codec) for codec in ("dense", "auto", "int4", "powersgd:2")},
@@ -516,7 +524,7 @@ def refused_models(rank):
         **{f"float64 and delayed, {codec}": refusal(delayed, codec) for codec in ("dense", "int4")},
         "python_reducer": refusal(in_python),
         "mixed_precision": refusal(mixed),
-        **{f"skipping, {codec}": refusal(skipping, codec) for codec in ("dense", "int4")},
+        **{f"skipping, {codec}": refusal(skipping, codec) for codec in ("dense", "int4") if CAN_SKIP},
     }
 
 

@@ -9,10 +9,9 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.models import parameters_to_reduce, uncompiled
+from gradwire.adapters.models import parameters_to_reduce
 from gradwire.adapters.plain import PlainExchange
 from gradwire.adapters.watch import Watch
 from gradwire.collectives import Method, Peers, connect, find_hosts
@@ -23,6 +22,14 @@ from gradwire.planner import FIRST, Auto, Autopilot, Event, Plan
 from gradwire.reducer import GradientReducer, Traffic
 from gradwire.telemetry import Telemetry
 from gradwire.telemetry.base import as_number
+from gradwire.torch_internals import (
+    GradBucket,
+    backward_queue,
+    divides_by_all_ranks,
+    forget_hook,
+    has_hook,
+    uncompiled,
+)
 
 __all__ = ["Compression", "compress", "compression_of"]
 
@@ -83,7 +90,7 @@ def compress(
             "Wrap the model first."
         )
     parameters = parameters_to_reduce(model, str(codec))
-    if getattr(model, "_comm_hooks", None) or compression_of(model) is not None:
+    if has_hook(model) or compression_of(model) is not None:
         raise ConfigError("`model` has a communication hook already: wrap the module in DistributedDataParallel anew.")
     for name, flag in (("feedback", feedback), ("hierarchical", hierarchical)):
         if not isinstance(flag, bool):
@@ -147,10 +154,11 @@ class _Failures:
     def __init__(self) -> None:
         self.by_bucket: dict[int, BaseException] = {}  # by the parameters that were handed over before the bucket
         self.wait = False  # whether the backward under way raises them
+        self._queue = backward_queue()
 
     def begin(self) -> None:
         """Have errors raised when the backward under way ends; not if there is none, as in ``Join``."""
-        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue = self._queue
         try:
             queue(lambda: queue(self._raise))  # DDP's own callback is queued by then
         except RuntimeError:
@@ -204,7 +212,7 @@ class Compression:
 
     def _register(self, model: DistributedDataParallel) -> None:
         model.register_comm_hook(weakref.ref(self), _hook)
-        model._comm_hooks.pop()  # a list for copies, which are to have none; DDP's reducer has the hook
+        forget_hook(model)  # copies are to have none
 
     def _attach(self) -> None:
         """Take over from DDP's own all-reduce, if gradients are to travel otherwise. DDP keeps a hook for good."""
@@ -323,8 +331,7 @@ class Compression:
         """Count the ranks that still have inputs, where ``join`` has means divided by their number only."""
         model, self._share = self._model(), 1.0
         assert model is not None  # it is in a backward, or in ``join``
-        config, by_all = model._join_config, getattr(model, "_divide_by_initial_world_size", True)
-        if config.enable and config.is_first_joinable and not by_all:  # when DDP does so too
+        if not divides_by_all_ranks(model):
             mine = "inputs" if self._failures.wait else "none left"  # who has none left is in no backward
             found = tell(self.peers, mine, self._reducer.next_tags(), "the count of ranks that have inputs")
             self._share = found.count("inputs") / len(found)

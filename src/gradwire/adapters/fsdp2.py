@@ -19,18 +19,14 @@ from gradwire.collectives.peers import agree, others
 from gradwire.collectives.processes import ProcessPeers
 from gradwire.errors import ConfigError
 from gradwire.planner.budget import relative_error
+from gradwire.torch_internals import fsdp_communication, fsdp_group, fsdp_reduce_scatter
 from gradwire.transforms import ErrorFeedback, for_training
 from gradwire.wire import Key, TensorSpec
-
-try:  # private in torch, so it may be elsewhere, or otherwise, in another release
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-except ImportError as error:
-    raise ConfigError(f"gradwire.fsdp2 needs torch 2.8 or later; this is {torch.__version__} ({error}).") from error
 
 __all__ = ["ShardedCompression", "compress"]
 
 _WORST: Final = 0.05  # relative squared error of weights
+_FSDPModule, _AllGatherBase, _ReduceScatterBase = fsdp_communication()
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,7 +61,7 @@ def compress(
         raise ConfigError(f"`model` must be sharded by fully_shard; got {type(model).__name__}.")
     if not isinstance(feedback, bool):
         raise ConfigError(f"`feedback` must be True or False; got {feedback!r}.")
-    modules = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
+    modules = {name: each for name, each in model.named_modules() if isinstance(each, _FSDPModule)}
     if not modules:
         raise ConfigError(f"`model` must be sharded by fully_shard; {type(model).__name__} has no such module.")
     both = {"gradients": _codec("gradients", gradients), "weights": _codec("weights", weights)}
@@ -76,10 +72,10 @@ def compress(
     links: dict[dist.ProcessGroup, _Link] = {}
     scatters: dict[str, _ReduceScatter] = {}
     for number, (name, module) in enumerate(modules.items()):
-        group = _group_of(module)
+        group = fsdp_group(module)
         if group is None:
             continue  # it has no parameters of its own
-        if isinstance(_param_group(module)._reduce_scatter_comm, _ReduceScatter):
+        if isinstance(fsdp_reduce_scatter(module), _ReduceScatter):
             raise ConfigError("`model` compresses already.")
         if group not in links:
             links[group] = _Link(connect(group, timeout_s=timeout_s))
@@ -168,7 +164,7 @@ class _Comm:
         return Key(self._seed, self._calls, self._number)
 
 
-class _ReduceScatter(_Comm, ReduceScatter):
+class _ReduceScatter(_Comm, _ReduceScatterBase):  # type: ignore[misc,valid-type]
     """Slices to their owners, who add them up in float32."""
 
     _residual: Tensor | None = None
@@ -218,7 +214,7 @@ class _ReduceScatter(_Comm, ReduceScatter):
         self._residual = state["residual"].clone() if "residual" in state else None
 
 
-class _AllGather(_Comm, AllGather):
+class _AllGather(_Comm, _AllGatherBase):  # type: ignore[misc,valid-type]
     """Every rank's slice to all; all decode the same bytes, the owner too."""
 
     def __call__(
@@ -254,19 +250,3 @@ def _codec(name: str, given: str | Codec) -> Codec:
             f"slices; got '{how}'."
         )
     return how
-
-
-def _param_group(module: Any) -> Any:
-    """What torch keeps of a module's own parameters; none if it has none."""
-    state = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:  # torch before 2.12
-        return state._fsdp_param_group
-    return found[0] if found else None
-
-
-def _group_of(module: Any) -> dist.ProcessGroup | None:
-    """The group whose ranks share a module's own parameters; none if it has no parameters."""
-    found = _param_group(module)
-    group: dist.ProcessGroup | None = None if found is None else found._reduce_scatter_process_group
-    return group

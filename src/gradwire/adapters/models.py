@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import ConfigError
+from gradwire.torch_internals import delays_parameters, ignored_parameters, uses_python_reducer
 
-__all__ = ["parameters_to_reduce", "uncompiled"]
-
-
-def uncompiled(model: Any) -> Any:
-    """Return the module that ``torch.compile`` was given, and any other as it is.
-
-    >>> uncompiled(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
-    Linear(in_features=2, out_features=2, bias=True)
-    """
-    return getattr(model, "_orig_mod", model)
+__all__ = ["parameters_to_reduce"]
 
 
 def parameters_to_reduce(model: DistributedDataParallel, codec: str) -> dict[str, Tensor]:
@@ -28,7 +19,7 @@ def parameters_to_reduce(model: DistributedDataParallel, codec: str) -> dict[str
 
     Raises :class:`~gradwire.errors.ConfigError` if any of them could not be reduced rightly in the codec.
     """
-    ignored = getattr(model, "parameters_to_ignore", ())
+    ignored = ignored_parameters(model)
     found = {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
     _check_reduction(model)
     _check_parameters(model, found, codec)
@@ -37,7 +28,7 @@ def parameters_to_reduce(model: DistributedDataParallel, codec: str) -> dict[str
 
 def _check_reduction(model: DistributedDataParallel) -> None:
     """Refuse models whose gradients do not go through the hook of DDP's own reducer."""
-    if getattr(model, "_use_python_reducer", False):
+    if uses_python_reducer(model):
         raise ConfigError(
             "`model` was wrapped while `torch._dynamo.config.optimize_ddp` was 'python_reducer', which has no buckets "
             "to compress. Set `torch._dynamo.config.optimize_ddp = True` before you wrap the module in "
@@ -69,7 +60,7 @@ def _check_parameters(model: DistributedDataParallel, parameters: Mapping[str, n
                 "before you wrap the module, and reduce its gradient yourself."
             )
     # DDP's own all-reduce keeps 64 bits, and is not to be had with delayed parameters.
-    delayed = bool(getattr(model, "_delay_all_reduce_params", ()))
+    delayed = delays_parameters(model)
     for name, parameter in parameters.items():
         dense = codec == "dense" and parameter.device.type == "cpu"
         if parameter.dtype in (torch.float64, torch.complex128) and (delayed or not dense):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from gradwire.errors import NonFiniteError
 from gradwire.kernels import ops
 from gradwire.kernels.select import native
 from gradwire.reducer import GradientReducer
+from gradwire.torch_internals import backward_queue, can_replace_group, delays_parameters, replace_group
 
 __all__ = ["PlainExchange"]
-
-_REPLACE: Final = "_update_process_group"  # of DDP's reducer
 
 
 class PlainExchange(dist.ProcessGroup):
@@ -51,20 +50,20 @@ class PlainExchange(dist.ProcessGroup):
         self._layouts: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
         self._error: BaseException | None = None  # that ended it
         self._nonfinite: NonFiniteError | None = None  # of this step
-        getattr(model.reducer, _REPLACE)(self)
+        self._queue = backward_queue()
+        replace_group(model, self)
 
     @staticmethod
     def can_watch(model: DistributedDataParallel, reducer: GradientReducer) -> bool:
         """Whether a model's all-reduces can be watched: not where devices work while Python goes on."""
-        late = getattr(model, "_delay_all_reduce_params", ())
         here = all(parameter.device.type == "cpu" for parameter in reducer.parameters.values())
-        known = hasattr(model.reducer, _REPLACE) and isinstance(reducer.peers, ProcessPeers)
-        return here and known and not late
+        known = can_replace_group(model) and isinstance(reducer.peers, ProcessPeers)
+        return here and known and not delays_parameters(model)
 
     def leave(self) -> None:
         """Give the model its own group back."""
         if (model := self._model()) is not None:
-            getattr(model.reducer, _REPLACE)(self._group)
+            replace_group(model, self._group)
 
     # As DDP's reducer calls it.
 
@@ -101,14 +100,12 @@ class PlainExchange(dist.ProcessGroup):
         return self._error
 
     def _when_backward_ends(self) -> None:
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-
         def last() -> None:
             self._wait()
-            queue(self._end)  # DDP's own callback is queued by then
+            self._queue(self._end)  # DDP's own callback is queued by then
 
         try:
-            queue(last)
+            self._queue(last)
         except RuntimeError:  # this is no backward, as in ``Join``
             self._wait()
             self._end()

@@ -9,11 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import Compression
 from gradwire.adapters.ddp import compress as compress_ddp
-from gradwire.adapters.models import uncompiled
 from gradwire.adapters.resume import load_residuals
 from gradwire.checkpoint import save_checkpoint
 from gradwire.errors import ConfigError
 from gradwire.extras import require
+from gradwire.torch_internals import uncompiled
 
 _transformers: Any = require("transformers", purpose="gradwire.transformers")
 

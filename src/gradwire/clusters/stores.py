@@ -6,11 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from gradwire.torch_internals import PrefixStore, TCPStore
 
 __all__ = ["Store", "join_group", "tcp_store"]
 
-Store = Any  # torch does not name its type in public
+Store = Any  # torch's type hints take no bytes, and know no host and port
 
 
 def tcp_store(host: str, port: int, *, master: bool, timeout_s: float) -> Store:

@@ -12,9 +12,10 @@ from typing import Final
 import torch.distributed as dist
 
 from gradwire.collectives.gloo import GlooPeers
-from gradwire.collectives.processes import ProcessPeers, store, with_store
+from gradwire.collectives.processes import ProcessPeers, with_store
 from gradwire.collectives.sockets import SocketPeers
 from gradwire.errors import ConfigError
+from gradwire.torch_internals import default_store
 
 __all__ = ["connect"]
 
@@ -60,7 +61,7 @@ def connect(group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0)
 
     def meet() -> ProcessPeers:
         # The store counts, not the process: in a group that was made anew some ranks are older than others.
-        call = store().add(f"gradwire/{group.group_name}/calls/{rank}", 1)
+        call = default_store().add(f"gradwire/{group.group_name}/calls/{rank}", 1)
         name = f"gradwire/{group.group_name}/{call}"
         if transport == "gloo":
             return GlooPeers.of(rank, group, name, timeout_s)

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives.blame import Report, Verdict
-from gradwire.collectives.processes import ANSWER_S, ProcessPeers, SilentError, store
+from gradwire.collectives.processes import ANSWER_S, ProcessPeers, SilentError
+from gradwire.torch_internals import PrefixStore, default_store, gloo_backend
 
 __all__ = ["GlooPeers"]
 
@@ -33,8 +33,7 @@ class _Line:
     """
 
     def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:
-        there = PrefixStore(f"{name}/gloo", store())
-        self._backend: Any = dist.ProcessGroupGloo(there, rank, size, timedelta(seconds=timeout_s))
+        self._backend = gloo_backend(PrefixStore(f"{name}/gloo", default_store()), rank, size, timeout_s)
 
     def send(self, rank: int, data: Tensor, tag: int) -> dist.Work:
         work: dist.Work = self._open().send([data], rank, tag)
@@ -85,7 +84,7 @@ class GlooPeers(ProcessPeers):
         self.line.close()
 
     def _send_report(self, report: Report) -> None:
-        store().set(f"{self.name}/{self.rank}", report.to_text())
+        default_store().set(f"{self.name}/{self.rank}", report.to_text())
         self._hang_up(report.waited_for)
 
     def _hang_up(self, accused: int | None) -> None:
@@ -98,7 +97,7 @@ class GlooPeers(ProcessPeers):
             work.wait(timedelta(milliseconds=1))
 
     def _reports(self) -> dict[int, Report]:
-        there, found = store(), dict[int, Report]()
+        there, found = default_store(), dict[int, Report]()
         for rank in range(self.size):
             key = f"{self.name}/{rank}"
             if rank != self.rank and there.check([key]) and (report := Report.from_text(there.get(key), self.size)):
@@ -114,7 +113,7 @@ class GlooPeers(ProcessPeers):
 
         def ask() -> None:
             with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
-                store().check([self.name])
+                default_store().check([self.name])
                 answered.set()
                 found.append(super(GlooPeers, self)._judge(rank, error))
                 self._stay(found[0])
@@ -131,7 +130,7 @@ class GlooPeers(ProcessPeers):
 
     def _stay(self, verdict: Verdict | None) -> None:
         """Where the store may end with this process, let the other survivors ask it first."""
-        there = store()
+        there = default_store()
         there.set(f"{self.name}/{self.rank}/knows", "yes")
         if dist.get_rank() != 0:
             return

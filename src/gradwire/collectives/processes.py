@@ -20,14 +20,13 @@ from typing import ClassVar, Final, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from gradwire.collectives.blame import Report, Verdict, find_culprit
 from gradwire.collectives.peers import Swap
 from gradwire.collectives.waiting import waiting
 from gradwire.errors import PeerError
 
-__all__ = ["ANSWER_S", "ProcessPeers", "SilentError", "store", "with_store"]
+__all__ = ["ANSWER_S", "ProcessPeers", "SilentError", "with_store"]
 
 _POLL_S: Final = 0.02
 _LOOK_S: Final = 0.25
@@ -310,12 +309,6 @@ class ProcessPeers(ABC):
             ):
                 return verdict
             time.sleep(_POLL_S)
-
-
-def store() -> Store:
-    """Where ranks leave words for each other."""
-    found: Store = dist.distributed_c10d._get_default_store()
-    return found
 
 
 def with_store(act: Callable[[], Result], timeout_s: float, what: str) -> Result:

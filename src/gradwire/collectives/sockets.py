@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.blame import Report
 from gradwire.collectives.peers import others
-from gradwire.collectives.processes import ProcessPeers, SilentError, store
+from gradwire.collectives.processes import ProcessPeers, SilentError
 from gradwire.collectives.waiting import waiting
 from gradwire.errors import PeerError
+from gradwire.torch_internals import PrefixStore, TCPStore, default_store
 
 if TYPE_CHECKING:
     from gradwire._native import Connections
@@ -182,7 +182,7 @@ class _Meeting:
         self._server.setblocking(False)
         self._ready.register(self._server, selectors.EVENT_READ)
         port = self._server.getsockname()[1]
-        store().set(f"{name}/address/{rank}", f"{port} {self._secret.hex()} {address}")
+        default_store().set(f"{name}/address/{rank}", f"{port} {self._secret.hex()} {address}")
 
     def __enter__(self) -> _Meeting:
         return self
@@ -230,9 +230,9 @@ class _Meeting:
         for other in range(self._rank):
             if other in self._found or other in self._calls.values():
                 continue
-            if not store().check([key := f"{self._name}/address/{other}"]):
+            if not default_store().check([key := f"{self._name}/address/{other}"]):
                 return  # the next ones are asked for once this one is there
-            port, _, address = str(store().get(key), "utf-8").split(" ")
+            port, _, address = str(default_store().get(key), "utf-8").split(" ")
             family, kind, _, _, target = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
             calling = socket.socket(family, kind)
             self._calls[calling] = other
@@ -243,7 +243,7 @@ class _Meeting:
 
     def _greet(self, calling: socket.socket) -> None:
         other = self._calls[calling]
-        _, secret, _ = str(store().get(f"{self._name}/address/{other}"), "utf-8").split(" ")
+        _, secret, _ = str(default_store().get(f"{self._name}/address/{other}"), "utf-8").split(" ")
         with self._naming(other):
             if failed := calling.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(failed, os.strerror(failed))
@@ -321,7 +321,7 @@ def own_address() -> tuple[socket.AddressFamily, str]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return socket.AF_INET, _address_of(interface)
-    there: object = store()
+    there: object = default_store()
     while isinstance(there, PrefixStore):
         there = there.underlying_store
     host = there.host if isinstance(there, TCPStore) else socket.gethostname()

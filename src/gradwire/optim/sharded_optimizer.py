@@ -41,6 +41,7 @@ from gradwire.optim.wrapping import (
 )
 from gradwire.sharding import ProcessGroupExchange, Stragglers, clip_norm, clip_value, global_norm
 from gradwire.sharding.shard import NONFINITE, STOP, norm_tag, whole_tag
+from gradwire.torch_internals import is_unscaled, set_found_inf
 from gradwire.tree import from_bytes, to_bytes
 
 __all__ = ["ShardTraffic", "ShardedOptimizerBase"]
@@ -427,9 +428,7 @@ class ShardedOptimizerBase(Optimizer):
             return float(scale)
         if self.config.scaler is None or "grad_scale" in self.__dict__:
             return 1.0
-        known = getattr(self.config.scaler, "_per_optimizer_states", {}).get(id(self), {})
-        unscaled = getattr(known.get("stage"), "name", "") == "UNSCALED"
-        return 1.0 if unscaled else self._scaler_scale()
+        return 1.0 if is_unscaled(self.config.scaler, self) else self._scaler_scale()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -582,10 +581,9 @@ class ShardedOptimizerBase(Optimizer):
 
     def _tell_scaler(self, bad: bool) -> None:
         """What one rank found all scalers must know, or their scales drift apart."""
-        found = getattr(self.config.scaler, "_per_optimizer_states", None)
-        if found is not None and id(self) in found and hasattr(self, "found_inf"):
+        if hasattr(self, "found_inf"):
             device = torch.device("cpu") if not isinstance(self.found_inf, Tensor) else self.found_inf.device
-            found[id(self)]["found_inf_per_device"] = {device: torch.tensor(float(bad), device=device)}
+            set_found_inf(self.config.scaler, self, torch.tensor(float(bad), device=device))
 
     def _count(self, *, published: bool) -> None:
         shards = [bucket.shard for bucket in self.buckets]

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.processes import store
 from gradwire.errors import ConfigError, PeerError
 from gradwire.extras import require
 from gradwire.sharding.exchange import sized
+from gradwire.torch_internals import default_store
 
 __all__ = ["RayExchange"]
 
@@ -95,7 +95,7 @@ class RayExchange:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized: exchange='ray' is for workers of Ray Train.")
         ray = require("ray", purpose="RayExchange")
-        rank, size, words = dist.get_rank(), dist.get_world_size(), store()
+        rank, size, words = dist.get_rank(), dist.get_world_size(), default_store()
         key = f"gradwire/ray/{words.add(f'gradwire/ray/calls/{rank}', 1)}"
         if rank:
             mailbox = ray.get_actor(words.get(key).decode())
