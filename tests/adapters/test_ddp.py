@@ -13,8 +13,8 @@ from torch import nn
 import gradwire
 from gradwire import ConfigError
 from tests.case import tiered
-from tests.workers.ranks import Cases, said, same_on_every_rank, without_error
 from tests.workers.ddp import CAN_SKIP
+from tests.workers.ranks import Cases, said, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(1200)  # a group of ranks trains 20 codecs for 200 steps
 
