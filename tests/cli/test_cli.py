@@ -15,6 +15,7 @@ def train(*arguments):
     return json.loads(run("train", "--json", *arguments).stdout)
 
 
+@pytest.mark.full
 def test_train_learns_the_task_with_an_eighth_of_the_bytes():
     result = train("--epochs", "2")
     assert result["codec"] == "int4"
@@ -47,7 +48,6 @@ def test_train_with_a_sharded_optimizer_goes_on_from_its_checkpoints(tmp_path):
     assert straight["test_loss"] == second["test_loss"]
 
 
-@pytest.mark.full
 def test_train_prints_a_table_for_people():
     out = run("train", "--epochs", "1", "--batch-size", "300").stdout
     for words in (

@@ -93,6 +93,7 @@ def test_under_torchrun_the_links_of_its_ranks_are_measured_and_the_first_rank_p
     assert all(pair["mbit_s"] > 0 and pair["error"] is None for pair in told["links"]["pairs"])
 
 
+@pytest.mark.full
 def test_a_link_of_a_known_rate_is_measured_as_such():
     needs.lab()
     measured = []

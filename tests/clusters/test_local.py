@@ -42,6 +42,7 @@ def test_a_killed_worker_is_named_and_the_other_ended(victim):
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.full
 def test_a_worker_that_cannot_start_is_named_with_its_last_words():
     with pytest.raises(PeerError, match=r"^worker \d exited with status 1: .*unknown codec 'nope'"):
         list(run_workers("gradwire.tasks.worker", {"codec": "nope"}, 2))

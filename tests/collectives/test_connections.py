@@ -800,6 +800,7 @@ def test_silent_strangers_delay_no_rank(store, count):
     results(on_every_rank(lambda peers: agree(peers, "all is well"), 3, ranks))
 
 
+@pytest.mark.full
 def test_strangers_cost_few_descriptors(store, monkeypatch):
     monkeypatch.setattr(sockets, "_MOST_STRANGERS", 8)
     with rank_of(0, 2) as zero, contextlib.ExitStack() as stack:

@@ -376,6 +376,7 @@ def test_whoever_takes_no_answers_is_ended(tmp_path):
         client.read()
 
 
+@pytest.mark.full
 def test_a_server_of_its_own_process_takes_the_descriptors_it_may_have():
     program = """
 import resource, sys

@@ -26,7 +26,6 @@ from gradwire.collectives.loopback import Loopback
 from gradwire.errors import ConfigError
 from gradwire.reducer import GradientReducer
 from gradwire.telemetry import JsonLines, Memory, Prometheus, Telemetry
-from tests.case import tiered
 
 
 def records(file: Path) -> list[dict[str, Any]]:
@@ -157,7 +156,8 @@ ENDINGS = [
 ]
 
 
-@pytest.mark.parametrize(("ending", "status", "what"), tiered(ENDINGS, first=ENDINGS[2:]))
+@pytest.mark.full
+@pytest.mark.parametrize(("ending", "status", "what"), ENDINGS)
 def test_how_a_program_ended(ending: str, status: str, what: str, tmp_path: Path) -> None:
     program = PROGRAM.replace('"int4"', '"int4", telemetry=gradwire.Telemetry(sys.argv[1])')
     program = program.replace("loss.item()", "loss.detach()").replace("compression.close()", ending)
