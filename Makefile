@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt tools/environment.py $(wildcard csrc/*)
 # Those that need Ray, Spark, Lightning, Accelerate and Transformers.
 ENGINES := tests/engines
 
-.PHONY: train test test-full test-all test-user test-versions test-browser test-javascript test-clusters test-hard test-triton lint bench \
+.PHONY: train test test-full test-all test-user test-elsewhere test-versions test-browser test-javascript test-clusters test-hard test-triton lint bench \
 	docs dist golden sanitize mutants setup clean
 .NOTPARALLEL:  # two targets would install into one environment at once
 
@@ -30,6 +30,9 @@ test-all: test test-full test-browser test-javascript test-clusters test-hard te
 
 test-user:  ## make train and make test as a user without rights would: a fresh clone, an empty home, a path with a space
 	$(PYTHON) tools/as_user.py $(ARGS)
+
+test-elsewhere: .venv/.test  ## make test on a busy machine without IPv6 and a home, with /proc/sys read-only; as root
+	bash tools/elsewhere.sh $(MAKE) test ARGS="$(ARGS)"
 
 setup: .venv/.dev  ## all that any target needs in .venv
 
@@ -78,13 +81,15 @@ test-javascript: .venv/.test  ## the worker in JavaScript against a real server;
 		--ignore-scripts
 	GRADWIRE_TEST_JAVASCRIPT=1 $(BIN)/python -m pytest -rs tests/coordinator/test_javascript.py $(ARGS)
 
+# The tests of test-full whose load has a size, at the size that the documentation speaks of.
+HARD := tests/coordinator/test_crash.py tests/coordinator/test_journal.py tests/coordinator/test_store.py \
+	tests/coordinator/test_strangers.py tests/coordinator/test_attacks.py tests/test_checkpoint.py tests/dashboard/test_memory.py
+SIZED := no_acknowledged_push or torn_end_is_found or restart_takes or silent_connections or never_comes or just_short \
+	or not_taken or garbage or foreign or hostile
+
 test-hard: .venv/.test  ## the coordinator: 200 times kill -9, 1 GB of journal, 1,100 strangers, 100,000 hostile payloads; minutes
-	GRADWIRE_KILLS=200 $(BIN)/python -m pytest -s tests/coordinator/test_crash.py
-	GRADWIRE_JOURNAL_MB=1000 $(BIN)/python -m pytest -s tests/coordinator/test_journal.py tests/coordinator/test_store.py
-	GRADWIRE_STRANGERS=1100 $(BIN)/python -m pytest -s --timeout 900 tests/coordinator/test_strangers.py
-	GRADWIRE_FUZZ=100000 $(BIN)/python -m pytest -s --timeout 900 tests/coordinator/test_attacks.py
-	GRADWIRE_FOREIGN_STATES=400 $(BIN)/python -m pytest -s tests/test_checkpoint.py
-	GRADWIRE_HOSTILE=1 $(BIN)/python -m pytest -s tests/dashboard/test_memory.py
+	GRADWIRE_KILLS=200 GRADWIRE_JOURNAL_MB=1000 GRADWIRE_STRANGERS=1100 GRADWIRE_FUZZ=100000 GRADWIRE_FOREIGN_STATES=400 \
+		GRADWIRE_HOSTILE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -rP --timeout 900 --durations=15 $(HARD) -k "$(SIZED)"
 
 docs: .venv/.docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
