@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.mutants.copies import Copy, copy
 from tests.mutants.draw import ROOT, SOURCE, Mutant
 
-COMMAND = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile"]
+COMMAND = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--ignore=tests/engines"]
 TIERS = {"first": "not full", "full": "full"}
 TIER_S = {"first": 240, "full": 1800}  # how long a tier takes
 
