@@ -64,7 +64,7 @@ def test_the_codec_of_the_docs_is_short_and_the_conformance_suite_picks_it_up(tm
         check=False,
     )
     assert run.returncode == 0, run.stdout
-    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 60
+    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 15
 
 
 @pytest.mark.full

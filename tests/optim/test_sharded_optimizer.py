@@ -390,7 +390,9 @@ def moved(tmp_path_factory):
         cases = {}
         for name, stages in {"1": (1, 1, 1), "2": (2, 2, 2), "other": (0, 2, 1)}.items():
             for feedback in (True, False):
-                how = {"folder": str(folder / f"{name}-{feedback}"), "ratio": 0.1, "feedback": feedback}
+                mine = folder / f"{name}-{feedback}"
+                mine.mkdir(exist_ok=True)
+                how = {"folder": str(mine), "ratio": 0.1, "feedback": feedback}
                 how |= {"stage": stages[len(answers)], **({"before": 2} if case == "loaded" else {})}
                 cases[name, feedback] = (case, how)
         answers.append(said(folder, cases, ranks, "tests.workers.sharded"))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,7 +21,8 @@ class Cases:
     """
 
     def __init__(self, folder, cases, ranks, module="tests.workers.ddp"):
-        self.folder, self.cases, self.ranks, self.module = Path(folder), cases, ranks, module
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))
+        self.cases, self.ranks, self.module = cases, ranks, module
         self.known, self.processes, self.orders, self.answers = {}, [], [], []
 
     def __enter__(self):
