@@ -39,5 +39,5 @@ def pytest_terminal_summary(terminalreporter):
     skipped = len(terminalreporter.stats.get("skipped", ()))
     if skipped:
         terminalreporter.write_line(
-            f"{skipped} skipped for what this machine lacks: the lines above say what provides it"
+            f"{skipped} skipped for what this machine lacks: the summary below says what provides it"
         )
