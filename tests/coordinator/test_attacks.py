@@ -44,7 +44,7 @@ x509 = needs.module("cryptography.x509", "make test")
 
 START = {"w": torch.linspace(-1, 1, 50).view(5, 10), "b": torch.zeros(10)}
 ONES = {"w": torch.ones(5, 10), "b": torch.ones(10)}
-PAYLOADS = int(os.environ.get("GRADWIRE_FUZZ", "800"))
+PAYLOADS = int(os.environ.get("GRADWIRE_FUZZ", "2000"))
 SETTLED_S = 20  # longer than any answer takes
 
 
