@@ -26,6 +26,12 @@ def test_the_oldest_is_of_pyproject_and_the_pinned_one_of_the_constraints(tool):
     assert f"\ntorch=={tool.pinned()}\n" in (ROOT / "constraints.txt").read_text()
 
 
+@pytest.mark.parametrize("page", ["pyproject.toml", "README.md", "CONTRIBUTING.md", "docs/faq.md"])
+def test_every_page_says_which_releases_were_run(tool, page):
+    text = (ROOT / page).read_text()
+    assert all(each in text for each in (tool.oldest(), tool.pinned(), f"{TESTED[1]}.0")), page
+
+
 def test_the_newest_is_asked_of_the_package_index(tool, monkeypatch):
     answers = {"stdout": "torch (2.99.1)\nAvailable versions: 2.99.1, 2.99.0\n", "stderr": "WARNING: experimental\n"}
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, **answers))
@@ -51,7 +57,7 @@ def test_every_version_is_run_once_and_the_status_says_whether_all_passed(tool, 
 
     def run(version, arguments):
         seen.append((version, arguments))
-        return tool.Run(version, "3.11", 5, int(version == "2.6.0"), 0, 1.0)
+        return tool.Run(version, "3.11", 5, int(version == tool.oldest()), 0, 1.0)
 
     monkeypatch.setattr(tool, "run", run)
     monkeypatch.setattr(tool, "newest", tool.pinned)
