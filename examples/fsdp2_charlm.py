@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/fsdp2_charlm.py
     torchrun --nproc-per-node 2 examples/fsdp2_charlm.py --plain      # without gradwire, to compare
 
-Needs: pip install 'gradwire[bench]'
+Needs: pip install gradwire
 """
 
 import argparse

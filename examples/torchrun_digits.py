@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/torchrun_digits.py
     torchrun --nnodes 1:2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 examples/torchrun_digits.py
 
-Needs: pip install 'gradwire[bench]'
+Needs: pip install 'gradwire[demo]'
 """
 
 import argparse

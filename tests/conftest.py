@@ -32,3 +32,12 @@ def fastest_backend():
 
 def _home(backend):
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how much of the suite this machine cannot run; every skip is one of ``tests.needs``."""
+    skipped = len(terminalreporter.stats.get("skipped", ()))
+    if skipped:
+        terminalreporter.write_line(
+            f"{skipped} skipped for what this machine lacks: the lines above say what provides it"
+        )

@@ -27,18 +27,19 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_codecs_transforms_and_kernels_never_communicate(path):
-    if path.parent.name in ("codecs", "transforms", "kernels") or path.name == "wire.py":
-        assert not [name for name in imports(path) if name.startswith("torch.distributed")]
+def test_codecs_transforms_and_kernels_never_communicate():
+    quiet = [p for p in SOURCES if p.parent.name in ("codecs", "transforms", "kernels") or p.name == "wire.py"]
+    assert len(quiet) > 30
+    for path in quiet:
+        assert not [name for name in imports(path) if name.startswith("torch.distributed")], path
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_is_unpickled(path):
-    text = path.read_text()
-    assert "torch.load" not in text
-    assert "allow_pickle" not in text
-    assert "pickle" not in " ".join(imports(path))
+def test_nothing_is_unpickled():
+    for path in SOURCES:
+        text = path.read_text()
+        assert "torch.load" not in text, path
+        assert "allow_pickle" not in text, path
+        assert "pickle" not in " ".join(imports(path)), path
 
 
 def test_importing_gradwire_imports_nothing_optional():
@@ -49,11 +50,14 @@ def test_importing_gradwire_imports_nothing_optional():
 
 
 def test_every_extra_is_declared_and_a_missing_one_is_named():
-    assert set(EXTRAS) | {"dev"} == set(PROJECT.get_all("Provides-Extra"))
+    for_work_on_gradwire = {"test", "full", "lint", "docs", "dev"}
+    assert set(EXTRAS) | for_work_on_gradwire == set(PROJECT.get_all("Provides-Extra"))
     with pytest.raises(
         gradwire.MissingExtraError, match=r"streaming needs 'grpc.nothing'.*pip install 'gradwire\[serve\]'"
     ):
         require("grpc.nothing", purpose="streaming")
+    with pytest.raises(gradwire.MissingExtraError, match=r"pip install 'gradwire\[demo\]'"):  # the smallest that helps
+        require("sklearn.nothing", purpose="the digits task")
 
 
 def test_core_dependencies_are_the_five():
@@ -65,10 +69,8 @@ def test_the_version_is_said_once():
     assert PROJECT["Version"] == gradwire.__version__
 
 
-@pytest.mark.parametrize("name", sorted(gradwire.__all__))
-def test_every_top_level_name_has_a_docstring_with_an_example(name):
-    doc = getattr(gradwire, name).__doc__ or ""
-    assert ">>>" in doc, f"gradwire.{name} has no example"
+def test_every_top_level_name_has_a_docstring_with_an_example():
+    assert [name for name in gradwire.__all__ if ">>>" not in (getattr(gradwire, name).__doc__ or "")] == []
 
 
 def test_every_public_name_exists():

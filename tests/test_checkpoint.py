@@ -9,9 +9,10 @@ import time
 import pytest
 
 import gradwire
+from tests import needs
 from tests.workers.checkpoints import MARKERS, saving
-from tests.workers.group import Group, forkserver
-from tests.workers.ranks import said, without_error
+from tests.workers.group import Group
+from tests.workers.ranks import Cases, said, without_error
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,7 +49,8 @@ def two(tmp_path_factory):
     for seed, kind in enumerate(KINDS):
         how = {"folder": f"{folder}/{kind}", "kind": kind, "seed": seed, "times": TIMES}
         cases["foreign", kind] = ("foreign", how)
-    return said(folder, cases, 2, "tests.workers.checkpoints")
+    with Cases(folder, cases, 2, "tests.workers.checkpoints") as ranks:
+        yield ranks
 
 
 def test_no_checkpoint_is_an_error_of_its_own():
@@ -70,7 +72,7 @@ def test_no_space_is_an_error_on_every_rank_at_once_and_leaves_nothing(two, wher
 
 def test_a_disk_that_is_full_before_the_marker(two):
     if "full disk" not in two:
-        pytest.skip("a disk of a size of our own needs the right to mount one")
+        needs.skip("the right to mount a disk", needs.ROOT)
     for answer in without_error(two["full disk"]):
         kind, words, seconds = answer["said"]
         assert (kind, answer["left"]) == ("CheckpointError", [])
@@ -81,7 +83,7 @@ def test_a_disk_that_is_full_before_the_marker(two):
 @pytest.mark.parametrize("why", ["unsavable", "COMPLETE", "rank-00001", "full disk"])
 def test_a_failed_save_leaves_an_earlier_checkpoint_of_the_step(two, why):
     if ("again", why) not in two:
-        pytest.skip("a disk of a size of our own needs the right to mount one")
+        needs.skip("the right to mount a disk", needs.ROOT)
     for answer in without_error(two["again", why]):
         kind, words, seconds = answer["said"]
         assert (kind, answer["stays"], answer["loaded"]) == ("CheckpointError", True, 1), words
@@ -94,7 +96,7 @@ def test_a_failed_save_leaves_an_earlier_checkpoint_of_the_step(two, why):
 def test_a_failure_of_torchs_checkpoints_is_an_error_of_ours_on_every_rank(two, why):
     for answer in without_error(two["distributed"]):
         if why not in answer:
-            pytest.skip("a disk of a size of our own needs the right to mount one")
+            needs.skip("the right to mount a disk", needs.ROOT)
         kind, words, seconds = answer[why]
         assert kind == "CheckpointError", words
         assert "/disk was not saved" in words if why == "full disk" else "/distributed" in words, words
@@ -102,11 +104,12 @@ def test_a_failure_of_torchs_checkpoints_is_an_error_of_ours_on_every_rank(two, 
         assert seconds < SOON_S
 
 
+@pytest.mark.full
 def test_a_step_that_is_saved_again_can_be_loaded_whenever_the_ranks_are_killed(tmp_path):
-    nursery, moments = forkserver("tests.workers.checkpoints"), random.Random(7)
+    moments = random.Random(7)
     folders, counts = [tmp_path / str(number) for number in range(KILLS)], []
     for folder in folders:
-        with Group(nursery, saving, folder, ranks=2) as group:
+        with Group(saving, folder, ranks=2) as group:
             time.sleep(moments.uniform(0, 0.1))
             for rank in moments.sample(group.ranks, 2):
                 os.kill(rank.pid, signal.SIGKILL)

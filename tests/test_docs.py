@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from tests.case import tiered
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,7 +20,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", tiered(PAGES, first=[ROOT / "docs" / "codecs.md"]), ids=lambda p: p.name)
 def test_python_and_commands_of_a_page_run_in_order(page, tmp_path):
     program = "\n".join(blocks(page, "python"))
     if program:
@@ -28,10 +29,10 @@ def test_python_and_commands_of_a_page_run_in_order(page, tmp_path):
         subprocess.run([sys.executable, "-m", "gradwire", *command.split()], cwd=tmp_path, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_make_targets_that_are_printed_exist():
@@ -42,6 +43,7 @@ def test_make_targets_that_are_printed_exist():
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
 
 
+@pytest.mark.full
 def test_the_codec_of_the_docs_is_short_and_the_conformance_suite_picks_it_up(tmp_path):
     """As a plugin: a module beside an entry point, as pip would install it."""
     code = blocks(ROOT / "docs" / "add-a-codec.md", "python")[0]
@@ -65,6 +67,7 @@ def test_the_codec_of_the_docs_is_short_and_the_conformance_suite_picks_it_up(tm
     assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 60
 
 
+@pytest.mark.full
 def test_the_program_of_the_first_page_trains_two_workers_in_4_bits(tmp_path):
     (program,) = blocks(ROOT / "docs" / "start.md", "py")
     (tmp_path / "train.py").write_text(program)
@@ -99,6 +102,7 @@ def site(tmp_path_factory):
 PUBLIC = ("gradwire.clusters", "gradwire.lab", "gradwire.telemetry")
 
 
+@pytest.mark.full
 def test_every_public_name_has_an_entry_in_the_reference(site):
     reference = "".join(page.read_text() for page in (site / "api").rglob("*.html"))
     entries = set(re.findall(r'<h2 id="([\w.]+)"', reference))
@@ -110,6 +114,7 @@ def test_every_public_name_has_an_entry_in_the_reference(site):
     assert not missing, "add `::: NAME` to a page of docs/api"
 
 
+@pytest.mark.full
 def test_docstrings_of_the_reference_are_not_left_as_they_are_written(site):
     """Roles and doctests are reStructuredText, and the pages are not."""
     for page in (site / "api").rglob("*.html"):
@@ -120,6 +125,7 @@ def test_docstrings_of_the_reference_are_not_left_as_they_are_written(site):
     assert re.search(r'<a[^>]*href="#gradwire.Auto"[^>]*><code>Auto</code></a>', training)
 
 
+@pytest.mark.full
 def test_no_page_loads_anything_from_outside(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 25

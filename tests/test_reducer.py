@@ -389,6 +389,27 @@ def test_parameters_of_several_dtypes(what):
                 torch.testing.assert_close(got[name].double(), true_mean(3, step, name), rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("what", ["dense", "none", "int8"])
+def test_a_mean_is_the_same_bits_in_the_memory_of_a_bucket(what, dtype):
+    """DDP hands over the memory of a bucket. In 16 bits a sum there would be rounded once a rank."""
+    group = results(on_every_rank(lambda p: GradientReducer(parameters({"a": dtype}), what, p), 3))
+
+    def body(peers, in_place):
+        flat = (gradients_of(peers.rank, 0)["a"].to(dtype)).view(-1)
+        reducer = group[peers.rank]
+        done = reducer.start(["a"], [flat.view(80, 64)], last=True, flat=flat if in_place else None)
+        done.result(TIMEOUT_S)
+        return flat
+
+    peers = [reducer.peers for reducer in group]
+    copied = results(on_every_rank(lambda each: body(each, False), 3, peers))
+    in_place = results(on_every_rank(lambda each: body(each, True), 3, peers))
+    assert all(torch.equal(mean, copied[0]) for mean in (*copied, *in_place))
+    mean = sum(gradients_of(rank, 0)["a"].to(dtype).double() for rank in range(3)).view(-1) / 3
+    torch.testing.assert_close(in_place[0].double(), mean, rtol=0.01, atol=0.05 if what == "int8" else 1e-6)
+
+
 def test_a_missing_gradient_counts_as_zeros():
     group = reducers("none", 2)
 

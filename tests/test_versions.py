@@ -23,6 +23,7 @@ def tool():
 
 def test_the_oldest_is_of_pyproject_and_the_pinned_one_of_the_constraints(tool):
     assert tool.oldest().startswith(f"{TESTED[0]}.")
+    assert f'"torch>={TESTED[0]},' in (ROOT / "tools" / "environment.py").read_text()
     assert f"\ntorch=={tool.pinned()}\n" in (ROOT / "constraints.txt").read_text()
 
 

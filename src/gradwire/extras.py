@@ -16,10 +16,11 @@ EXTRAS: Final = {
     "lightning": ("lightning",),
     "accelerate": ("accelerate", "transformers"),
     "serve": ("grpc", "google.protobuf"),
+    "demo": ("sklearn",),
     "bench": ("sklearn", "matplotlib"),
     "track": ("tensorboard", "mlflow", "wandb"),
 }
-"""Extra -> the packages it brings, by import name; ``pyproject.toml`` has their versions."""
+"""Extra -> the packages it brings, by import name, the smallest extra first; ``pyproject.toml`` has their versions."""
 
 
 def require(module: str, *, purpose: str) -> ModuleType:

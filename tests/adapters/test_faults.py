@@ -13,17 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.case import tiered
 from tests.workers import mortal
-from tests.workers.group import Group, forkserver
+from tests.workers.group import Group
 
 CODECS = ("int4", "ef(topk:0.1)", "powersgd:2,start=0+int8", "none", "ef21(int4)", "dense")
 TIMEOUT_S = 20
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    return forkserver("tests.workers.mortal")
 
 
 def names(words, victim, how):
@@ -38,15 +34,16 @@ def free_port():
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_rank_is_named_by_every_survivor_20_of_20(nursery, tmp_path):
+@pytest.mark.parametrize("kills", tiered([3, 20], first=[3]))
+def test_a_killed_rank_is_named_by_every_survivor(tmp_path, kills):
     moments = random.Random(4)
     wrong = []
-    for number in range(20):
+    for number in range(kills):
         # The store is a file, or kept by rank 0; the dead may be any rank, and every fourth time it is rank 0.
         victim = 0 if number % 4 == 0 else moments.randrange(4)
         store = {"port": free_port()} if number % 8 >= 4 else {}
         codec = CODECS[number % len(CODECS)]
-        with Group(nursery, mortal.live, tmp_path / str(number), codec=codec, **store) as group:
+        with Group(mortal.live, tmp_path / str(number), codec=codec, **store) as group:
             time.sleep(moments.uniform(0, 0.3))
             os.kill(group.ranks[victim].pid, signal.SIGKILL)
             said = group.survivors_of(victim, TIMEOUT_S)
@@ -55,27 +52,31 @@ def test_a_killed_rank_is_named_by_every_survivor_20_of_20(nursery, tmp_path):
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize(("victim", "store", "codec"), [(2, "file", "int4"), (0, "tcp", "int4"), (1, "file", "dense")])
-def test_a_stopped_rank_is_named_by_every_survivor(nursery, tmp_path, victim, store, codec):
+@pytest.mark.parametrize(
+    ("victim", "store", "codec"),
+    tiered([(2, "file", "int4"), (0, "tcp", "int4"), (1, "file", "dense")], first=[(0, "tcp", "int4")]),
+)
+def test_a_stopped_rank_is_named_by_every_survivor(tmp_path, victim, store, codec):
     at = {"port": free_port()} if store == "tcp" else {}
-    with Group(nursery, mortal.live, tmp_path / "group", timeout_s=4, codec=codec, **at) as group:
+    with Group(mortal.live, tmp_path / "group", timeout_s=4, codec=codec, **at) as group:
         os.kill(group.ranks[victim].pid, signal.SIGSTOP)
         said = group.survivors_of(victim, 4 + TIMEOUT_S)
         os.kill(group.ranks[victim].pid, signal.SIGKILL)
     assert all(names(words, victim, "did not answer in time") for words in said), said
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
-def test_a_survivor_that_hears_of_it_only_from_the_rank_with_the_store_names_the_dead(nursery, tmp_path, store):
+@pytest.mark.parametrize("store", tiered(["file", "tcp"], first=["file"]))
+def test_a_survivor_that_hears_of_it_only_from_the_rank_with_the_store_names_the_dead(tmp_path, store):
     at = {"port": free_port()} if store == "tcp" else {}
-    with Group(nursery, mortal.live, tmp_path / "group", ranks=3, way="overtaken", **at) as group:
+    with Group(mortal.live, tmp_path / "group", ranks=3, way="overtaken", **at) as group:
         os.kill(group.ranks[2].pid, signal.SIGKILL)
         said = group.survivors_of(2, TIMEOUT_S)
     assert all(names(words, 2, "is gone") for words in said), said
 
 
-def test_two_ranks_that_are_killed_at_once_are_named(nursery, tmp_path):
-    with Group(nursery, mortal.live, tmp_path / "group") as group:
+@pytest.mark.full
+def test_two_ranks_that_are_killed_at_once_are_named(tmp_path):
+    with Group(mortal.live, tmp_path / "group") as group:
         for victim in (1, 2):
             os.kill(group.ranks[victim].pid, signal.SIGKILL)
         group.wait_for("said", (0, 3), TIMEOUT_S)
@@ -83,8 +84,8 @@ def test_two_ranks_that_are_killed_at_once_are_named(nursery, tmp_path):
     assert all(names(words, "[12]", "is gone") for words in said), said
 
 
-def test_the_other_of_two_ranks_is_named(nursery, tmp_path):
-    with Group(nursery, mortal.live, tmp_path / "group", ranks=2) as group:
+def test_the_other_of_two_ranks_is_named(tmp_path):
+    with Group(mortal.live, tmp_path / "group", ranks=2) as group:
         os.kill(group.ranks[0].pid, signal.SIGKILL)
         said = group.survivors_of(0, TIMEOUT_S)
     assert all(names(words, 0, "is gone") for words in said), said
@@ -103,19 +104,22 @@ def ending_children(folder):
 
 @pytest.mark.parametrize(
     ("child", "victim", "store", "codec"),
-    [("fork", 1, "file", "int4"), ("loader", 0, "tcp", "int4"), ("fork", 0, "tcp", "dense")],
+    tiered(
+        [("fork", 1, "file", "int4"), ("loader", 0, "tcp", "int4"), ("fork", 0, "tcp", "dense")],
+        first=[("fork", 1, "file", "int4")],
+    ),
 )
-def test_a_killed_rank_is_named_at_once_while_its_child_lives(nursery, tmp_path, child, victim, store, codec):
+def test_a_killed_rank_is_named_at_once_while_its_child_lives(tmp_path, child, victim, store, codec):
     at = {"port": free_port()} if store == "tcp" else {}
     settings = {"timeout_s": 100, "child": child, "codec": codec, **at}
-    with ending_children(tmp_path), Group(nursery, mortal.live, tmp_path, ranks=3, **settings) as group:
+    with ending_children(tmp_path), Group(mortal.live, tmp_path, ranks=3, **settings) as group:
         os.kill(group.ranks[victim].pid, signal.SIGKILL)
         said = group.survivors_of(victim, 40)
         os.kill(int((tmp_path / f"child-{victim}").read_text()), 0)  # it does live
     assert all(names(words, victim, "is gone") for words in said), said
 
 
-LATE_S = 2  # after `timeout_s` the error has come
+LATE_S = 10  # after `timeout_s` the error has come, on a busy machine too; two seconds on an idle one
 
 
 @contextlib.contextmanager
@@ -146,6 +150,7 @@ def endings(folder, ranks):
     return [(float(seconds), words) for seconds, _, words in said]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", ["sockets", "gloo"])
 @pytest.mark.parametrize("codec", ["int4", "dense"])
 def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_aborts(tmp_path, codec, transport):
@@ -159,6 +164,7 @@ def test_a_stopped_rank_that_keeps_the_store_is_named_in_time_and_no_survivor_ab
             assert seconds - stopped < timeout_s + LATE_S
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "transport", "says"),
     [

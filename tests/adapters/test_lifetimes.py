@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from tests.case import tiered
 from tests.workers.lifetimes import NOTHING
-from tests.workers.ranks import said, same_on_every_rank, without_error
+from tests.workers.ranks import Cases, same_on_every_rank, without_error
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -32,6 +33,7 @@ THINGS = {
     **OTHERS,
 }
 OF_THREE = ("int4", "dense", "GradientCompressionOptimizer", "DiLoCo")
+FIRST = ("int4", "dense", "GradientCompressionOptimizer", "all_reduce_parameter")
 COPIES = [("deepcopy", "int4"), ("deepcopy", "dense"), ("save", "int4"), ("average", "dense")]
 
 
@@ -43,28 +45,31 @@ def answers(tmp_path_factory):
         "deadlines": ("deadlines", {}),
         **{("after", codec): ("closed_for_good", {"codec": codec}) for codec in ("int4", "dense")},
     }
-    return said(tmp_path_factory.mktemp("lifetimes"), cases, 2, "tests.workers.lifetimes")
+    with Cases(tmp_path_factory.mktemp("lifetimes"), cases, 2, "tests.workers.lifetimes") as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
 def answers_of_three(tmp_path_factory):
     cases = {name: ("lives", THINGS[name]) for name in OF_THREE}
-    return said(tmp_path_factory.mktemp("three"), cases, 3, "tests.workers.lifetimes")
+    with Cases(tmp_path_factory.mktemp("three"), cases, 3, "tests.workers.lifetimes") as ranks:
+        yield ranks
 
 
-@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("thing", tiered(THINGS, first=FIRST))
 def test_nothing_stays_of_what_was_deleted(answers, thing):
     for answer in without_error(answers[thing]):
         assert answer["deleted"] == {**NOTHING, "alive": []}
 
 
-@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("thing", tiered(THINGS, first=FIRST))
 def test_close_ends_threads_and_connections_at_once(answers, thing):
     for answer in without_error(answers[thing]):
         assert answer["closed"] == NOTHING
         assert answer["after"] == {**NOTHING, "alive": []}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("thing", OF_THREE)
 def test_three_ranks_leave_nothing(answers_of_three, thing):
     for answer in without_error(answers_of_three[thing]):
@@ -72,19 +77,22 @@ def test_three_ranks_leave_nothing(answers_of_three, thing):
         assert answer["deleted"] == answer["after"] == {**NOTHING, "alive": []}
 
 
-@pytest.mark.parametrize("codec", [*COMPRESSIONS, "auto"])
+@pytest.mark.parametrize("codec", tiered([*COMPRESSIONS, "auto"], first=["int4", "dense"]))
 def test_a_closed_compression_keeps_neither_the_model_nor_its_parameters(answers, codec):
     for answer in without_error(answers[codec]):
         assert answer["keeps"] == ["closes"]
 
 
-@pytest.mark.parametrize("codec", ["int4", "gloo", "powersgd", "dense", "telemetry", "auto"])
+@pytest.mark.parametrize(
+    "codec", tiered(["int4", "gloo", "powersgd", "dense", "telemetry", "auto"], first=["int4", "dense"])
+)
 def test_a_model_is_freed_as_soon_as_plain_ddp_is(answers, codec):
     """Not only when Python's garbage collector comes by: until then memory of the size of the model would be lost."""
     for answer, plain in zip(without_error(answers[codec]), without_error(answers["plain"]), strict=True):
         assert answer["at_once"] == plain["at_once"] == []
 
 
+@pytest.mark.full
 def test_the_thread_of_deadlines_ends_with_them(answers):
     for answer in without_error(answers["deadlines"]):
         assert answer.pop("waiting") == ["gradwire-deadlines"]
@@ -99,10 +107,11 @@ def test_training_after_close_is_an_error_and_what_was_kept_back_can_be_saved(an
         assert answer["moved"]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=tiered([1, 2], first=[2]), ids=["one rank", "two ranks"])
 def copies(request, tmp_path_factory):
     cases = {each: ("copies", dict(zip(("how", "codec"), each, strict=True))) for each in COPIES}
-    return said(tmp_path_factory.mktemp("copies"), cases, request.param, "tests.workers.lifetimes")
+    with Cases(tmp_path_factory.mktemp("copies"), cases, request.param, "tests.workers.lifetimes") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize(("how", "codec"), COPIES)

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from gradwire.cli import main
-from gradwire.errors import MissingExtraError
-
-from .test_cli import run
+from gradwire.cli import bench_train, main
+from gradwire.errors import ConfigError, LabError, MissingExtraError
+from tests import needs
+from tests.workers.warm import gradwire as run
 
 
 def test_bench_prints_ours_beside_the_peers():
@@ -52,6 +52,7 @@ def test_bench_of_several_threads_ends_with_the_scaling():
         assert words in "\n".join(line.rstrip() for line in (out + "\n").splitlines()) + "\n"
 
 
+@pytest.mark.full
 def test_bench_compiles_its_peers():
     arguments = ("--elements", "10240", "--codec", "int8", "--op", "decode", "--rounds", "1", "--json")
     result = run("bench", "codecs", *arguments)
@@ -61,7 +62,7 @@ def test_bench_compiles_its_peers():
 
 
 def test_bench_draws_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
+    needs.module("matplotlib", "make test")
     file = tmp_path / "speed.png"
     run("bench", "codecs", "--quick", "--elements", "10240", "--plot", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
@@ -78,6 +79,24 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.setattr(importlib, "import_module", without)
     with pytest.raises(MissingExtraError, match=r"pip install 'gradwire\[bench\]'"):
         plot.check(tmp_path / "a.png")
+
+
+def test_training_is_measured_over_loopback_where_no_lab_can_be_made(monkeypatch, capsys):
+    reason = "a lab needs root: it makes network namespaces; run with sudo."
+    measured = []
+
+    def measure(settings, *_):
+        measured.append(settings.rates)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(bench_train, "unavailable", lambda: reason)
+    monkeypatch.setattr(bench_train, "measure", measure)
+    with pytest.raises(ConfigError, match="enough"):
+        bench_train.train()
+    assert measured == [("loopback",)]
+    assert f"{reason} Measuring over loopback instead." in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(LabError, match=r"needs root.*Without links: `gradwire bench train --rate loopback`"):
+        bench_train.train(rates=["100mbit"])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The commands as a person types them."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,20 +8,14 @@ import torch
 
 import gradwire
 from gradwire.cli import main
-
-
-def run(*arguments, status=0):
-    result = subprocess.run(
-        [sys.executable, "-m", "gradwire", *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == status, result.stderr
-    return result
+from tests.workers.warm import gradwire as run
 
 
 def train(*arguments):
     return json.loads(run("train", "--json", *arguments).stdout)
 
 
+@pytest.mark.full
 def test_train_learns_the_task_with_an_eighth_of_the_bytes():
     result = train("--epochs", "2")
     assert result["codec"] == "int4"
@@ -31,6 +24,7 @@ def test_train_learns_the_task_with_an_eighth_of_the_bytes():
     assert result["steps"] == 44
 
 
+@pytest.mark.full
 def test_equal_seeds_give_equal_runs_and_feedback_is_on_for_sparse_codecs():
     short = ("--epochs", "1", "--batch-size", "180", "--codec", "topk:0.05+int8", "--seed", "3")
     first, second = train(*short), train(*short)
@@ -40,6 +34,7 @@ def test_equal_seeds_give_equal_runs_and_feedback_is_on_for_sparse_codecs():
     assert first == second
 
 
+@pytest.mark.full
 def test_train_with_a_sharded_optimizer_goes_on_from_its_checkpoints(tmp_path):
     short = ("--batch-size", "60", "--ratio", "0.1", "--checkpoints", str(tmp_path), "--checkpoint-every", "3")
     first = train(*short, "--steps", "7")

@@ -1,7 +1,6 @@
 """Completion, as shells ask for it."""
 
-import os
-import shutil
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from tests import needs
+from tests.workers.warm import gradwire as run
 
 GRADWIRE = Path(sys.executable).with_name("gradwire")
 
@@ -17,9 +18,7 @@ def bash(*words):
     """What bash gets for the last of these words."""
     environment = {"_GRADWIRE_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words)}
     environment |= {"COMP_CWORD": str(len(words) - 1)}
-    return subprocess.run(
-        [GRADWIRE], env=os.environ | environment, capture_output=True, text=True, timeout=60, check=True
-    ).stdout.split()
+    return run(environment=environment).stdout.split()
 
 
 def test_bash_gets_commands_options_and_values():
@@ -49,11 +48,9 @@ def test_bash_breaks_words_at_colons_and_gets_the_rest_of_them():
 
 def test_zsh_and_fish_get_words_with_what_they_mean():
     def ask(shell, **more):
-        environment = os.environ | {"_GRADWIRE_COMPLETE": f"complete_{shell}", **more}
+        environment = {"_GRADWIRE_COMPLETE": f"complete_{shell}", **more}
         environment["_TYPER_COMPLETE_ARGS"] = "gradwire train --task d"
-        return subprocess.run(
-            [GRADWIRE], env=environment, capture_output=True, text=True, timeout=60, check=False
-        ).stdout.strip()
+        return run(environment=environment).stdout.strip()
 
     assert ask("zsh") == """_arguments '*: :(("digits":"a CNN on scanned digits"))'"""
     assert ask("fish", _TYPER_COMPLETE_FISH_ACTION="get-args") == "digits\ta CNN on scanned digits"
@@ -62,23 +59,23 @@ def test_zsh_and_fish_get_words_with_what_they_mean():
 @pytest.mark.parametrize(("shell", "file"), [("bash", ".bashrc"), ("zsh", ".zshrc"), ("fish", ".config/fish")])
 def test_completion_is_shown_and_installed(shell, file, tmp_path):
     # Without the name of a shell it is that of the process above; the tests' is none.
-    environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    environment = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 
     def ask(option):
-        command = [GRADWIRE, option, shell]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+        return run(option, shell, environment=environment).stdout
 
     assert "_GRADWIRE_COMPLETE=complete_" in ask("--show-completion")
     assert f"{shell} completion installed in" in ask("--install-completion")
     assert (tmp_path / file).exists()
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_a_real_bash_completes_with_the_script_that_is_shown():
+    needs.program("bash", "apt-get install bash")
+    program = shlex.quote(str(GRADWIRE))  # its path may have spaces
     script = f"""
-        eval "$(_GRADWIRE_COMPLETE=source_bash {GRADWIRE})"
+        eval "$(_GRADWIRE_COMPLETE=source_bash {program})"
         COMP_WORDS=(gradwire train --codec powersgd : 1) COMP_CWORD=5
-        _gradwire_completion {GRADWIRE}
+        _gradwire_completion {program}
         echo "${{COMPREPLY[@]}}"
     """
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli import main
-
-from .test_cli import run
+from tests.workers.warm import gradwire as run
 
 
 @pytest.fixture
@@ -27,6 +26,7 @@ def config(tmp_path):
 QUICK = '[train]\nworkers = 1\nsteps = 2\nbatch_size = 30\ncodec = "int8"\njson = true\nfeedback = false\n'
 
 
+@pytest.mark.full
 def test_the_file_wins_over_defaults_and_the_command_line_over_the_file(config):
     file = config(QUICK)
     told = json.loads(run("--config", file, "train").stdout)
@@ -41,6 +41,7 @@ def test_the_file_wins_over_defaults_and_the_command_line_over_the_file(config):
     assert told["settings"]["feedback"] is True
 
 
+@pytest.mark.full
 def test_the_environment_names_the_file(config):
     command = [sys.executable, "-m", "gradwire", "train", "--steps", "1"]
     environment = os.environ | {"GRADWIRE_CONFIG": config(QUICK)}

@@ -8,21 +8,13 @@ import sys
 import pytest
 
 import gradwire
-from gradwire.lab import Lab, unavailable
-
-from .test_cli import run
+from gradwire.lab import Lab
+from tests import needs
+from tests.workers.warm import gradwire as run
 
 
 def doctor(*arguments, status=0, **environment):
-    result = subprocess.run(
-        [sys.executable, "-m", "gradwire", "doctor", "--json", *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == status, result.stdout + result.stderr
+    result = run("doctor", "--json", *arguments, environment=environment, status=status)
     told = json.loads(result.stdout)
     return {check["name"]: check for check in told["checks"]}, told
 
@@ -74,6 +66,7 @@ def after(preparation):
     return {check["name"]: check for check in told["checks"]}
 
 
+@pytest.mark.full
 def test_more_threads_than_cores_are_a_warning():
     processors = after(f"import torch; torch.set_num_threads({(os.cpu_count() or 1) + 1})")["processors"]
     assert processors["level"] == "warning"
@@ -87,6 +80,7 @@ def test_kernels_that_are_not_built_are_a_warning_that_says_how_to_build_them():
     assert "pip install" in kernels["fix"]
 
 
+@pytest.mark.full
 def test_under_torchrun_the_links_of_its_ranks_are_measured_and_the_first_rank_prints():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-addr", "127.0.0.1"]
     command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
@@ -99,8 +93,9 @@ def test_under_torchrun_the_links_of_its_ranks_are_measured_and_the_first_rank_p
     assert all(pair["mbit_s"] > 0 and pair["error"] is None for pair in told["links"]["pairs"])
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.full
 def test_a_link_of_a_known_rate_is_measured_as_such():
+    needs.lab()
     measured = []
     with Lab.up(2, "100mbit", name=f"doctor-{os.getpid()}") as lab:
         command = [sys.executable, "-m", "gradwire", "doctor", "--json"]

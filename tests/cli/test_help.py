@@ -11,8 +11,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from gradwire.cli import app
-
-from .test_cli import run
+from tests.workers.warm import gradwire as run
 
 
 def commands(command=None, path=()):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.case import tiered
+
 
 def descendants(process):
     """Processes below one, by their parents."""
@@ -63,7 +65,9 @@ def wait_for(what, seconds=60.0):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("to_all", [False, True], ids=["to the program", "to all, as a terminal does"])
+@pytest.mark.parametrize(
+    "to_all", tiered([False, True], first=[True]), ids=["to the program", "to all, as a terminal does"]
+)
 def test_an_interrupted_training_ends_with_status_130_and_takes_its_workers_along(to_all):
     with started("train", "--steps", "100000") as training:
         workers = wait_for(lambda: len(found := descendants(training.pid)) == 2 and found)
@@ -76,12 +80,13 @@ def test_an_interrupted_training_ends_with_status_130_and_takes_its_workers_alon
     assert not any(alive(worker) for worker in workers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shown", "arguments"),
     [
         ("measuring links", ("doctor", "--workers", "2")),
         ("preparing", ("bench", "codecs", "--elements", "20000000", "--no-compile")),
-        ("starting", ("bench", "train", "--rate", "none", "--workers", "2", "--method", "ddp", "--rounds", "1000")),
+        ("starting", ("bench", "train", "--rate", "loopback", "--workers", "2", "--method", "ddp", "--rounds", "1000")),
         ("measuring", ("plan", "--model", "charlm", "--simulate", "--hosts", "4096")),
     ],
     ids=lambda words: words if isinstance(words, str) else " ".join(words[:2]),

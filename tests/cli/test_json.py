@@ -12,9 +12,10 @@ import typer.main
 import gradwire
 from gradwire.cli import app
 from gradwire.cli.output import print_json
-from gradwire.lab import unavailable
+from tests import needs
+from tests.case import tiered
+from tests.workers.warm import gradwire as run
 
-from .test_cli import run
 from .test_help import commands
 
 SPEECHLESS = {"lab run", "lab down", "serve snapshot", "serve drain"}  # they print what others say, or a word
@@ -26,26 +27,26 @@ def test_every_command_that_prints_facts_has_json():
             assert "--json" in {option for parameter in command.params for option in parameter.opts}, path
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("doctor", "--workers", "0"),
-        ("train", "--steps", "2", "--batch-size", "30"),
-        ("plan", "--model", "torch.nn:Transformer", "--step-ms", "100", "--simulate", "--hosts", "4"),
-        ("bench", "codecs", "--bytes", "--elements", "10000"),
-        ("bench", "codecs", "--quick", "--codec", "int8", "--op", "encode", "--elements", "10240"),
-        ("bench", "stragglers", "--workers", "2", "--steps", "50", "--pause", "0.5", "--rounds", "1"),
-        ("bench", "train", "--rate", "none", "--workers", "2", "--method", "ddp", "--steps", "1", "--rounds", "1"),
-        ("serve", "token", "w1"),
-    ],
-    ids=lambda words: " ".join(words[:2]),
-)
-def test_standard_output_is_one_document(arguments):
-    assert isinstance(json.loads(run(*arguments, "--json").stdout), dict)
+DOCUMENTS = [
+    ("doctor", "--workers", "0"),
+    ("train", "--steps", "2", "--batch-size", "30"),
+    ("plan", "--model", "torch.nn:Transformer", "--step-ms", "100", "--simulate", "--hosts", "4"),
+    ("bench", "codecs", "--bytes", "--elements", "10000"),
+    ("bench", "codecs", "--quick", "--codec", "int8", "--op", "encode", "--elements", "10240"),
+    ("bench", "stragglers", "--workers", "2", "--steps", "50", "--pause", "0.5", "--rounds", "1"),
+    ("bench", "train", "--rate", "loopback", "--workers", "2", "--method", "ddp", "--steps", "1", "--rounds", "1"),
+    ("serve", "token", "w1"),
+]
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.parametrize("words", tiered([" ".join(each) for each in DOCUMENTS], first=["serve token w1"]))
+def test_standard_output_is_one_document(words):
+    assert isinstance(json.loads(run(*words.split(), "--json").stdout), dict)
+
+
+@pytest.mark.full
 def test_labs_in_json():
+    needs.lab()
     name = f"json-{os.getpid()}"
     try:
         made = json.loads(run("lab", "up", "--hosts", "2", "--rate", "100mbit", "--name", name, "--json").stdout)
@@ -58,8 +59,9 @@ def test_labs_in_json():
         run("lab", "down", "--name", name)
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.full
 def test_an_exchange_over_a_link_in_json():
+    needs.lab()
     told = json.loads(
         run(
             "bench", "exchange", "--workers", "2", "--rate", "1gbit", "--codec", "int4", "--rounds", "1", "--json"

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 
 def on_a_terminal(command: list[str], seconds: float) -> str:
     """All that a command writes to a terminal of 120 columns."""
@@ -33,6 +35,7 @@ def on_a_terminal(command: list[str], seconds: float) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
 
 
+@pytest.mark.full
 def test_a_training_is_seen_while_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train = ["train", "--steps", "60", "--codec", "int4", "--run-dir", str(folder)]

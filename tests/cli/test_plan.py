@@ -5,8 +5,7 @@ import json
 import pytest
 
 from gradwire.cli import main
-
-from .test_cli import run
+from tests.workers.warm import gradwire as run
 
 
 def test_a_plan_on_paper_is_a_table():

@@ -9,6 +9,7 @@ import pytest
 
 from gradwire import PeerError
 from gradwire.clusters import run_workers
+from tests.case import tiered
 
 SETTINGS = {"codec": "int8", "epochs": 50, "batch_size": 16}
 
@@ -24,7 +25,7 @@ def alive(pid):
     return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", tiered([0, 1], first=[1]))
 def test_a_killed_worker_is_named_and_the_other_ended(victim):
     pids = []
 
@@ -41,6 +42,7 @@ def test_a_killed_worker_is_named_and_the_other_ended(victim):
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.full
 def test_a_worker_that_cannot_start_is_named_with_its_last_words():
     with pytest.raises(PeerError, match=r"^worker \d exited with status 1: .*unknown codec 'nope'"):
         list(run_workers("gradwire.tasks.worker", {"codec": "nope"}, 2))
@@ -51,6 +53,7 @@ def test_the_worker_that_failed_is_blamed_not_the_one_that_noticed():
         list(run_workers("tests.workers.failing", {}, 2))
 
 
+@pytest.mark.full
 def test_a_reader_that_stops_early_leaves_no_process():
     events = run_workers("gradwire.tasks.worker", SETTINGS, 2)
     next(e for e in events if e["event"] == "step")

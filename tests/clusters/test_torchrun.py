@@ -33,6 +33,7 @@ def run(folder, ranks, steps):
     return [json.loads((folder / f"told-{steps}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.full
 def test_a_training_goes_on_with_fewer_ranks_and_with_more(tmp_path):
     before, began = None, 0
     for ranks, steps in ((3, 4), (3, 6), (1, 8), (2, 10)):
@@ -52,6 +53,7 @@ def test_a_training_goes_on_with_fewer_ranks_and_with_more(tmp_path):
         before, began = told, steps
 
 
+@pytest.mark.full
 def test_folders_that_are_not_shared_are_noticed_before_a_checkpoint_counts(tmp_path):
     done = start(tmp_path, 2, 2, APART="1")
     assert done.returncode != 0

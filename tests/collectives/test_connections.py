@@ -27,10 +27,12 @@ from gradwire import ConfigError, PeerError
 from gradwire.collectives import agree, connect, sockets
 from gradwire.collectives.gloo import GlooPeers
 from gradwire.collectives.sockets import SocketPeers
+from tests import needs
+from tests.case import tiered
 
 from .threads import on_every_rank, results
 
-Connections = pytest.importorskip("gradwire._native").Connections
+Connections = needs.module("gradwire._native", "make test, with a C++ compiler").Connections
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -296,7 +298,7 @@ def test_what_came_before_the_end_is_received_first():
     for tag in (2, 1):
         assert torch.equal(zero.receive(1, tag, LONG_S), noise(1000, tag))
     for tag in (1, 3):
-        with takes(0, 5), pytest.raises(RuntimeError, match="it closed the connection"):
+        with takes(0), pytest.raises(RuntimeError, match="it closed the connection"):
             zero.receive(1, tag, LONG_S)
 
 
@@ -310,7 +312,7 @@ def test_what_came_before_a_reset_is_received_first():
     assert plain.recv(1)
     plain.close()  # with bytes unread, which resets the connection
     assert torch.equal(zero.receive(1, 1, LONG_S), noise(1000))
-    with takes(0, 5), pytest.raises(RuntimeError):
+    with takes(0), pytest.raises(RuntimeError):
         zero.receive(1, 2, LONG_S)
 
 
@@ -321,7 +323,7 @@ def test_whoever_waits_learns_at_once_that_the_rank_is_gone():
         receiving = pool.submit(zero.receive, 1, 0, LONG_S)
         flushing = pool.submit(zero.flush, 1, ticket, LONG_S)
         time.sleep(0.1)
-        with takes(0, 5):
+        with takes(0):
             plain.close()
             for each in (receiving, flushing):
                 assert isinstance(each.exception(), RuntimeError)
@@ -331,7 +333,7 @@ def test_whoever_waits_learns_at_once_that_the_rank_is_gone():
 def test_closing_wakes_whoever_waits(how):
     zero, plain = with_socket()
     ticket = send(zero, 1, 0, noise(8 * MB))
-    with after(0.2, zero.close), takes(0, 5), pytest.raises(RuntimeError, match="this rank has closed its connections"):
+    with after(0.2, zero.close), takes(0), pytest.raises(RuntimeError, match="this rank has closed its connections"):
         zero.receive(1, 0, LONG_S) if how == "receive" else zero.flush(1, ticket, LONG_S)
     zero.close()  # twice is once
     assert len(read(plain)) < 8 * MB
@@ -342,7 +344,7 @@ def test_after_closing_nothing_comes_or_goes():
     zero, plain = with_socket()
     zero.close()
     send(zero, 1, 0, noise(10))
-    with takes(0, 5), pytest.raises(RuntimeError, match="this rank has closed its connections"):
+    with takes(0), pytest.raises(RuntimeError, match="this rank has closed its connections"):
         zero.receive(1, 0, LONG_S)
     assert read(plain) == FAREWELL
     plain.close()
@@ -361,7 +363,7 @@ def test_a_message_to_a_rank_that_is_gone_has_not_left():
 def test_bytes_that_are_no_message_end_the_connection(nbytes):
     zero, plain = with_socket()
     plain.sendall(frame(1, noise(10)) + HEADER.pack(0, nbytes) + b"garbage")
-    with takes(0, 5), pytest.raises(RuntimeError, match="it sent something else than a message"):
+    with takes(0), pytest.raises(RuntimeError, match="it sent something else than a message"):
         zero.receive(1, 0, LONG_S)
     assert torch.equal(zero.receive(1, 1, LONG_S), noise(10))
     assert read(plain) == b""  # the connection was ended from this side
@@ -373,7 +375,7 @@ def test_a_part_of_a_message_is_none(kept):
     zero, plain = with_socket()
     plain.sendall(frame(0, noise(1000))[:kept])
     plain.close()
-    with takes(0, 5), pytest.raises(RuntimeError, match="it closed the connection"):
+    with takes(0), pytest.raises(RuntimeError, match="it closed the connection"):
         zero.receive(1, 0, LONG_S)
 
 
@@ -384,7 +386,7 @@ def test_connections_end_while_messages_wait_to_leave():
     zero.send(1, 0, data.data_ptr(), data.numel(), owner)
     plain.sendall(frame(0, noise(10)))  # and one that nobody has asked for
     del owner
-    with takes(0, 5):
+    with takes(0):
         del zero
         gc.collect()
     assert seen() is None
@@ -428,7 +430,7 @@ def ctrl_c():
 def test_waiting_can_be_interrupted(how, ctrl_c):
     zero, plain = with_socket()
     ticket = send(zero, 1, 0, noise(8 * MB))
-    with takes(0.2, 3), after(0.2, ctrl_c), pytest.raises(KeyboardInterrupt):
+    with takes(0.2), after(0.2, ctrl_c), pytest.raises(KeyboardInterrupt):
         zero.receive(1, 0, LONG_S) if how == "receive" else zero.flush(1, ticket, LONG_S)
     plain.sendall(frame(0, noise(10)))
     assert torch.equal(zero.receive(1, 0, LONG_S), noise(10))
@@ -440,12 +442,12 @@ def test_waiting_can_be_interrupted_while_other_messages_come(ctrl_c):
     done = threading.Event()
 
     def chatter():
-        for _ in range(90):
+        for _ in range(1000):
             plain.sendall(frame(7, noise(10)))
             if done.wait(0.02):
                 break
 
-    with after(0, chatter), after(0.2, ctrl_c), takes(0.1, 1.5):
+    with after(0, chatter), after(0.2, ctrl_c), takes(0.1):
         with pytest.raises(KeyboardInterrupt):
             zero.receive(1, 0, LONG_S)
         done.set()
@@ -785,7 +787,7 @@ def test_strangers_that_reset_or_say_nothing_do_not_disturb(store, monkeypatch):
     silent.close()
 
 
-@pytest.mark.parametrize("count", [4, 50, 200])
+@pytest.mark.parametrize("count", tiered([4, 50, 200], first=[4]))
 def test_silent_strangers_delay_no_rank(store, count):
     """More than are held as well: the oldest must go."""
     with rank_of(0, 3) as zero, contextlib.ExitStack() as stack:
@@ -798,6 +800,7 @@ def test_silent_strangers_delay_no_rank(store, count):
     results(on_every_rank(lambda peers: agree(peers, "all is well"), 3, ranks))
 
 
+@pytest.mark.full
 def test_strangers_cost_few_descriptors(store, monkeypatch):
     monkeypatch.setattr(sockets, "_MOST_STRANGERS", 8)
     with rank_of(0, 2) as zero, contextlib.ExitStack() as stack:
@@ -830,7 +833,7 @@ def test_a_rank_gets_in_once(store):
 
 
 def test_a_rank_that_never_calls_is_named(store):
-    with rank_of(0, 3, 0.5) as zero, takes(0.4, 5):
+    with rank_of(0, 3, 0.5) as zero, takes(0.4):
         address, secret = place(store, 0)
         one = call(address, hello(1, secret))
         error = zero.exception()
@@ -840,7 +843,7 @@ def test_a_rank_that_never_calls_is_named(store):
 
 
 def test_a_rank_that_never_listens_is_named(store):
-    with takes(0.4, 5), pytest.raises(PeerError, match="rank 1 cannot connect to rank 0"):
+    with takes(0.4), pytest.raises(PeerError, match="rank 1 cannot connect to rank 0"):
         reach(1, 2, 0.5)
 
 
@@ -848,7 +851,7 @@ def test_a_rank_that_listens_no_more_is_named(store):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store.set("here/address/0", f"{port} {bytes(16).hex()} 127.0.0.1")
-    with takes(0, 5), pytest.raises(PeerError, match=r"rank 1 cannot connect to rank 0: .*refused"):
+    with takes(0), pytest.raises(PeerError, match=r"rank 1 cannot connect to rank 0: .*refused"):
         reach(1, 2)
 
 
@@ -868,13 +871,13 @@ def test_strangers_do_not_make_a_rank_wait_longer(store):
     with rank_of(0, 2, 0.4) as zero:
         address, _ = place(store, 0)
         begin = time.monotonic()
-        while not zero.done() and time.monotonic() - begin < 1.6:
+        while not zero.done() and time.monotonic() - begin < 8:
             with contextlib.suppress(ConnectionError):
                 call(address, b"hi").close()
             time.sleep(0.1)
         waited = time.monotonic() - begin
         assert isinstance(zero.exception(), PeerError)
-    assert waited < 1.2
+    assert waited < 5
 
 
 def test_peers_close_their_sockets(store):
@@ -909,14 +912,14 @@ def test_a_swap_waits_for_what_it_expects_and_what_it_sends(store):
 def test_a_rank_that_is_gone_is_named(store):
     ranks = join(2)
     ranks[1].connections.close()
-    with takes(0, 8), pytest.raises(PeerError, match=r"^a test failed: rank 1 is gone\. It closed the connection\.$"):
+    with takes(0), pytest.raises(PeerError, match=r"^a test failed: rank 1 is gone\. It closed the connection\.$"):
         ranks[0].swap({1: 5}, 0, "a test").receive(1)
 
 
 def test_a_rank_that_sends_nothing_is_named(store):
     ranks = join(2, 0.5)
     told = r"^a test failed: rank 1 did not answer in time\. It has sent nothing for 0\.5 s\.$"
-    with takes(0.5, 8), pytest.raises(PeerError, match=told):
+    with takes(0.5), pytest.raises(PeerError, match=told):
         ranks[0].swap({1: 5}, 0, "a test").receive(1)
 
 
@@ -928,7 +931,7 @@ def test_a_rank_that_takes_nothing_is_named(store):
     messages = peers.swap({}, 0, "a test")
     messages.send(1, noise(40 * MB))
     told = r"^a test failed: rank 1 did not answer in time\. It has taken nothing for 0\.5 s\.$"
-    with takes(0.4, 8), pytest.raises(PeerError, match=told):
+    with takes(0.4), pytest.raises(PeerError, match=told):
         messages.wait()
     one.close()
 
@@ -940,7 +943,7 @@ def test_the_rank_that_is_gone_is_named_by_those_who_wait_for_another(store):
     def chain(peers):  # rank 1 waits for rank 2, and rank 0 only for rank 1
         peers.swap({peers.rank + 1: 5}, 0, "a test").receive(peers.rank + 1)
 
-    with takes(0, 8):
+    with takes(0):
         errors = on_every_rank(chain, 2, ranks[:2])
     assert "rank 2 is gone (noticed by way of rank 1)" in str(errors[0])
     assert str(errors[1]).startswith("a test failed: rank 2 is gone.")
@@ -1005,7 +1008,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("count", [4, 50])
+@pytest.mark.parametrize("count", tiered([4, 50], first=[4]))
 def test_processes_connect_while_strangers_hold_the_port(tmp_path, count):
     command = [sys.executable, "-c", STRANGERS_CALL, str(tmp_path / "store")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
@@ -1035,6 +1038,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)  # twelve processes that import torch, on a machine that may be busy
 def test_a_process_that_ends_right_after_a_collective_of_torch_has_not_failed(tmp_path):
     """Without gradwire one of three aborts, which torchrun counts as a failed training."""

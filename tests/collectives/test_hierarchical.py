@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from gradwire import ConfigError, Key, NonFiniteError, TensorSpec, codec
+from gradwire import ConfigError, Key, NonFiniteError, PeerError, TensorSpec, codec
 from gradwire.collectives import Dense, Hierarchical, LowRank, find_hosts, run
 from gradwire.collectives.choose import flat_collective
 from gradwire.collectives.loopback import Loopback
+from gradwire.collectives.peers import Team
 
 from .threads import TIMEOUT_S, Counting, on_every_rank, reduce_all, results, tensors
 
@@ -29,6 +30,16 @@ def test_every_rank_has_the_same_bits_and_they_are_the_mean(hosts, what):
         assert torch.equal(outcome.mean, outcomes[0].mean)
     if what in ("none", "int8"):
         torch.testing.assert_close(outcomes[0].mean, sum(xs) / len(xs), rtol=0, atol={"none": 1e-6, "int8": 0.05}[what])
+
+
+def test_messages_of_a_team_are_told_apart_by_their_tags_and_errors_name_their_purpose():
+    peers = Loopback.ranks(4, timeout_s=0.1)
+    one, three = (Team.of(peers[rank], [1, 3]) for rank in (1, 3))
+    for tag in (5, 6):
+        one.swap({}, tag, "a test").send(1, torch.tensor([tag], dtype=torch.uint8))
+    assert [int(three.swap({0: 1}, tag, "a test").receive(0)) for tag in (6, 5)] == [6, 5]
+    with pytest.raises(PeerError, match="a test failed: rank 1 sent nothing"):
+        three.swap({0: 1}, 7, "a test").receive(0)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

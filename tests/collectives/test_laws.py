@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gradwire.collectives import Gather, LowRank, Pipeline, TwoStage, agree, met
 from gradwire.collectives.loopback import Alone, Loopback
 from gradwire.collectives.two_stage import slices
 from gradwire.kernels.ops import orthogonalize
+from tests.case import case
 
 from .threads import TIMEOUT_S, Counting, on_every_rank, reduce_all, results, tensors
 
@@ -76,16 +78,17 @@ def mean_of(xs):
     return torch.stack([x.double() for x in xs]).mean(dim=0)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_ends_with_the_same_bits(kind, ranks):
-    group = Ranks(KINDS[kind], ranks, NUMEL)
-    for step in range(4):
-        got = results(group.reduce(tensors(ranks, NUMEL, seed=step)))
-        assert all(torch.equal(got[0].mean, r.mean) for r in got)
-        assert got[0].mean.dtype == torch.float32
-        assert got[0].mean.shape == (NUMEL,)
-        assert bool(got[0].mean.isfinite().all())
+def test_every_rank_ends_with_the_same_bits(kind):
+    for ranks in RANKS:
+        group = Ranks(KINDS[kind], ranks, NUMEL)
+        for step in range(4):
+            with case(f"{ranks} ranks, step {step}"):
+                got = results(group.reduce(tensors(ranks, NUMEL, seed=step)))
+                assert all(torch.equal(got[0].mean, r.mean) for r in got)
+                assert got[0].mean.dtype == torch.float32
+                assert got[0].mean.shape == (NUMEL,)
+                assert bool(got[0].mean.isfinite().all())
 
 
 @settings(max_examples=60)
@@ -118,45 +121,44 @@ def test_integers_are_off_by_a_step_of_the_largest_value_at_most(numel, ranks, k
         assert float((got[0].mean.double() - mean).abs().max()) <= bound
 
 
-@pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("kind", FLAT)
 @pytest.mark.parametrize("codec", ["none", "int4", "ef(topk:0.1)", "threshold:1", "rotate(int4)", "ef(sign)"])
-def test_tensors_of_any_size(kind, codec, numel):
-    group = Ranks(flat(kind, codec), 3, numel)
-    for step in range(2):
-        got = results(group.reduce(tensors(3, numel, step)))
-        assert all(torch.equal(got[0].mean, r.mean) for r in got)
-        assert got[0].mean.shape == (numel,)
+def test_tensors_of_any_size(kind, codec):
+    for numel in SIZES:
+        group = Ranks(flat(kind, codec), 3, numel)
+        for step in range(2):
+            with case(f"{numel} values, step {step}"):
+                got = results(group.reduce(tensors(3, numel, step)))
+                assert all(torch.equal(got[0].mean, r.mean) for r in got)
+                assert got[0].mean.shape == (numel,)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+def assert_nothing_is_lost(make, numel, most):
+    """What was applied and what is kept add up to the sum of the true means, for every number of ranks."""
+    for ranks in RANKS:
+        true, applied = 0.0, 0.0
+        group = Ranks(make, ranks, numel)
+        with case(f"{ranks} ranks"):
+            for step in range(6):
+                xs = tensors(ranks, numel, step)
+                true = true + mean_of(xs)
+                applied = applied + results(group.reduce(xs))[0].mean.double()
+                torch.testing.assert_close(applied + group.kept(), true, rtol=0, atol=most)
+            assert float(group.kept().abs().max()) > 0.01
+
+
 @pytest.mark.parametrize("codec", ["ef(topk:0.1)", "ef(sign)", "ef(int4)", "ef(int2)", "ef(randomk:0.1)"])
 @pytest.mark.parametrize("kind", FLAT)
-def test_error_feedback_loses_nothing(kind, codec, ranks):
-    numel, true, applied = 5003, 0.0, 0.0
-    group = Ranks(flat(kind, codec), ranks, numel)
-    for step in range(6):
-        xs = tensors(ranks, numel, step)
-        true = true + mean_of(xs)
-        applied = applied + results(group.reduce(xs))[0].mean.double()
-        torch.testing.assert_close(applied + group.kept(), true, rtol=0, atol=1e-5)
-    assert float(group.kept().abs().max()) > 0.01
+def test_error_feedback_loses_nothing(kind, codec):
+    assert_nothing_is_lost(flat(kind, codec), 5003, 1e-5)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
     ("alternate", "factors"),
     [(False, "none"), (False, "int8"), (False, "int4"), (True, "none")],  # acp loses what quantizing its factor loses
 )
-def test_low_rank_loses_nothing(alternate, factors, ranks):
-    true, applied = 0.0, 0.0
-    group = Ranks(lambda peers: low_rank(peers, alternate, factors), ranks, NUMEL)
-    for step in range(6):
-        xs = tensors(ranks, NUMEL, step)
-        true = true + mean_of(xs)
-        applied = applied + results(group.reduce(xs))[0].mean.double()
-        torch.testing.assert_close(applied + group.kept(), true, rtol=0, atol=1e-4)
-    assert float(group.kept().abs().max()) > 0.01
+def test_low_rank_loses_nothing(alternate, factors):
+    assert_nothing_is_lost(lambda peers: low_rank(peers, alternate, factors), NUMEL, 1e-4)
 
 
 @pytest.mark.parametrize("alternate", [False, True], ids=["powersgd", "acp"])
@@ -170,8 +172,10 @@ def test_low_rank_finds_a_matrix_of_low_rank(alternate):
     assert float((applied / 6 - x).norm() / x.norm()) < 0.2
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def copied(states):
+    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in states]
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -179,20 +183,24 @@ def test_low_rank_finds_a_matrix_of_low_rank(alternate):
         *("LowRank", "LowRank int8", "LowRank early", "LowRank alternate", "LowRank alternate int8"),
     ],
 )
-def test_a_value_that_is_not_finite_is_named_on_every_rank(kind, wrong, ranks):
-    group = Ranks(KINDS[kind], ranks, NUMEL)
-    for bad in range(ranks):
-        results(group.reduce(tensors(ranks, NUMEL, 1)))
-        before = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in group.states]
-        xs = tensors(ranks, NUMEL, 2)
-        xs[bad][(bad * 977) % NUMEL] = wrong
-        for error in group.reduce(xs, keep=False):
-            assert isinstance(error, NonFiniteError)
-            assert str(error) == f"bucket 3 of step {group.step - 1}: NaN or Inf on ranks [{bad}]."
-        for old, state in zip(before, group.states, strict=True):
-            assert all(torch.equal(old[k], v) for k, v in state.items() if isinstance(v, torch.Tensor))
-    got = results(group.reduce(tensors(ranks, NUMEL, 3)))
-    assert all(torch.equal(got[0].mean, r.mean) for r in got)
+def test_a_value_that_is_not_finite_is_named_on_every_rank(kind):
+    values = itertools.cycle([torch.nan, torch.inf, -torch.inf])
+    for ranks in RANKS:
+        group = Ranks(KINDS[kind], ranks, NUMEL)
+        for bad in range(ranks):
+            wrong = next(values)
+            with case(f"{wrong} on rank {bad} of {ranks}"):
+                results(group.reduce(tensors(ranks, NUMEL, 1)))
+                before = copied(group.states)
+                xs = tensors(ranks, NUMEL, 2)
+                xs[bad][(bad * 977) % NUMEL] = wrong
+                for error in group.reduce(xs, keep=False):
+                    assert isinstance(error, NonFiniteError)
+                    assert str(error) == f"bucket 3 of step {group.step - 1}: NaN or Inf on ranks [{bad}]."
+                for old, state in zip(before, group.states, strict=True):
+                    assert all(torch.equal(old[k], v) for k, v in state.items() if isinstance(v, torch.Tensor))
+        got = results(group.reduce(tensors(ranks, NUMEL, 3)))
+        assert all(torch.equal(got[0].mean, r.mean) for r in got)
 
 
 def test_every_rank_that_has_a_nan_is_named():
@@ -215,17 +223,19 @@ def test_a_sum_that_leaves_float32_is_an_error_on_every_rank(kind, codec, ranks)
     results(group.reduce(tensors(ranks, 4097)))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tensor_and_the_state_given_stay_as_they_are(kind, ranks):
-    group = Ranks(KINDS[kind], ranks, NUMEL)
-    results(group.reduce(tensors(ranks, NUMEL, 0)))
-    xs, before = tensors(ranks, NUMEL, 1), tensors(ranks, NUMEL, 1)
-    states = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in group.states]
-    results(group.reduce(xs, keep=False))
-    assert all(map(torch.equal, xs, before))
-    for state, old in zip(group.states, states, strict=True):
-        assert all(torch.equal(v, old[k]) if isinstance(v, torch.Tensor) else v == old[k] for k, v in state.items())
+def test_the_tensor_and_the_state_given_stay_as_they_are(kind):
+    for ranks in (1, 2, 3):
+        with case(f"{ranks} ranks"):
+            group = Ranks(KINDS[kind], ranks, NUMEL)
+            results(group.reduce(tensors(ranks, NUMEL, 0)))
+            xs, before = tensors(ranks, NUMEL, 1), tensors(ranks, NUMEL, 1)
+            states = copied(group.states)
+            results(group.reduce(xs, keep=False))
+            assert all(map(torch.equal, xs, before))
+            for state, old in zip(group.states, states, strict=True):
+                for k, v in state.items():
+                    assert torch.equal(v, old[k]) if isinstance(v, torch.Tensor) else v == old[k]
 
 
 sizes_of_tensors = st.lists(st.integers(0, 3000), min_size=1, max_size=5)
@@ -278,15 +288,16 @@ def test_low_rank_state_by_tensor_and_back_is_the_same(alternate):
         assert all(torch.equal(again[k], state[k]) for k in state), "a round trip changes the state"
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_those_that_travelled(kind, ranks):
-    group = Ranks(KINDS[kind], ranks, NUMEL, wrap=Counting)
-    for r, c in zip(results(group.reduce(tensors(ranks, NUMEL))), group.collectives, strict=True):
-        assert r.sent_bytes == sum(c.peers.sent)
-        assert r.received_bytes == sum(c.peers.received)
-        assert r.dense_sent_bytes == 2 * (ranks - 1) * 4 * NUMEL // ranks
-        assert (r.sent_bytes == 0) == (ranks == 1)
+def test_bytes_are_those_that_travelled(kind):
+    for ranks in RANKS:
+        group = Ranks(KINDS[kind], ranks, NUMEL, wrap=Counting)
+        with case(f"{ranks} ranks"):
+            for r, c in zip(results(group.reduce(tensors(ranks, NUMEL))), group.collectives, strict=True):
+                assert r.sent_bytes == sum(c.peers.sent)
+                assert r.received_bytes == sum(c.peers.received)
+                assert r.dense_sent_bytes == 2 * (ranks - 1) * 4 * NUMEL // ranks
+                assert (r.sent_bytes == 0) == (ranks == 1)
 
 
 def flipped(data):
@@ -319,12 +330,9 @@ def other_parts(data, trailer=0):
     return repacked(data, trailer, parts=tuple(p[: len(p) // 2] for p in payload.parts))
 
 
-@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("how", ["flipped", "cut", "noise", "zeros", "other_step", "other_parts"])
-@pytest.mark.parametrize("kind", FLAT)
+@pytest.mark.parametrize(("kind", "stage"), [(Gather, 0), (TwoStage, 0), (TwoStage, 1)])
 def test_bytes_that_are_no_payload_of_the_reduction_name_their_sender(kind, how, stage):
-    if kind is Gather and stage == 1:
-        pytest.skip("gather has one stage")
     trailer = 3 if stage else 0  # the owners' words on who sent NaN
 
     def change(data, to, tag):

@@ -11,11 +11,13 @@ import torch
 from gradwire.collectives.base import Reduced
 from gradwire.collectives.pipeline import Pipeline
 from gradwire.errors import NonFiniteError, PeerError
+from tests.case import tiered
 
 ENDS_EARLY = """
 import threading, time, torch
 from gradwire.collectives.pipeline import Pipeline
 from gradwire.collectives.waiting import waiting
+from tests.case import tiered
 
 def works():
     x, until = torch.randn(500, 500), time.monotonic() + 3
@@ -33,7 +35,7 @@ pipeline.submit({}())
 """
 
 
-@pytest.mark.parametrize("what", ["works", "waits"])
+@pytest.mark.parametrize("what", tiered(["works", "waits"], first=["waits"]))
 def test_a_program_may_end_while_something_is_reduced(what):
     """Work is waited for, however slow the machine is; a message that never comes is not."""
     program = [sys.executable, "-c", ENDS_EARLY.replace("{}", what)]

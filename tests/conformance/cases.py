@@ -3,9 +3,11 @@
 import functools
 import math
 
+import pytest
 import torch
 
 import gradwire
+from gradwire import kernels
 from gradwire.transforms.base import SenderTransform
 
 CODECS = tuple(c for cls in gradwire.registered().values() for c in cls.examples())
@@ -33,6 +35,18 @@ KEY = gradwire.Key(seed=7, step=3, bucket=1)
 
 def ids(codec):
     return str(codec)
+
+
+def on_backends(codecs):
+    """Parametrize a test by codec and backend: all codecs; on the reference, if it is not alone, one of each class."""
+    first = tuple({type(codec): codec for codec in reversed(codecs)}.values())
+    few = first if len(kernels.backends()) > 1 else codecs
+    pairs = [
+        pytest.param(codec, backend, id=f"{codec}-{backend}")
+        for backend in kernels.backends()
+        for codec in (few if backend == "reference" else codecs)
+    ]
+    return pytest.mark.parametrize(("codec", "backend"), pairs, indirect=["backend"])
 
 
 def here(x):
@@ -92,6 +106,12 @@ CONTENTS = {
     "normal": normal,
     "heavy tails": heavy,
 }
+# Every shape with every content, and each of these with every dtype.
+TENSORS = [
+    (shape, content, DTYPES[(row + column) % len(DTYPES)])
+    for row, shape in enumerate(SHAPES)
+    for column, content in enumerate(CONTENTS)
+]
 NON_FINITE = {"NaN": math.nan, "Inf": math.inf, "-Inf": -math.inf}
 
 

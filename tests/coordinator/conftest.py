@@ -5,6 +5,8 @@ from contextlib import suppress
 
 import pytest
 
+from tests import needs
+
 
 class SmallDisk:
     """A file system of a few MB."""
@@ -32,6 +34,6 @@ def small_disk(tmp_path):
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "gradwire", folder], capture_output=True, text=True)
     if made.returncode:
-        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+        needs.skip(f"the right to mount ({made.stderr.strip()})", needs.ROOT)
     yield SmallDisk(folder)
     subprocess.run(["umount", "--lazy", folder], check=True)  # also if a test that failed has left files open

@@ -20,8 +20,9 @@ import torch
 from gradwire import CoordinatorClient
 from gradwire.coordinator.rules import Model
 from gradwire.coordinator.store import Store
+from tests.case import tiered
 
-KILLS = int(os.environ.get("GRADWIRE_KILLS", "15"))
+KILLS = int(os.environ.get("GRADWIRE_KILLS", "20"))
 ROOT = Path(__file__).parent.parent.parent
 SHAPES = {"w": (40, 50), "b": (40,)}
 
@@ -64,7 +65,8 @@ def free_port():
 
 
 @pytest.mark.timeout(60 + 3 * KILLS)
-def test_no_acknowledged_push_is_lost_and_none_is_applied_twice(tmp_path):
+@pytest.mark.parametrize("kills", tiered([3, KILLS], first=[3]))
+def test_no_acknowledged_push_is_lost_and_none_is_applied_twice(tmp_path, kills):
     address, folder = f"127.0.0.1:{free_port()}", tmp_path / "store"
     (tmp_path / "serve.toml").write_text(
         f'address = "{address}"\n[durability]\nfolder = "{folder}"\nsnapshot_every = 50\n'
@@ -77,7 +79,7 @@ def test_no_acknowledged_push_is_lost_and_none_is_applied_twice(tmp_path):
             with CoordinatorClient(address) as client:
                 client.set_model_parameters({name: torch.zeros(shape) for name, shape in SHAPES.items()})
             load = Load(address)
-            for _ in range(KILLS):
+            for _ in range(kills):
                 time.sleep(draw.uniform(0.02, 0.4))
                 os.kill(server, signal.SIGKILL)
                 server = int(nursery.stdout.readline())
@@ -94,10 +96,10 @@ def test_no_acknowledged_push_is_lost_and_none_is_applied_twice(tmp_path):
         for number in range(1, count + 1):
             for name, tensor in gradient(worker, number).items():
                 expected[name] -= tensor
-    assert version == sum(load.acknowledged) > KILLS
+    assert version == sum(load.acknowledged) > kills
     assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
     shutil.copytree(folder, tmp_path / "copy")
     with Store(tmp_path / "copy", Model) as replayed:
         assert replayed.read()[0] == version
         assert all(torch.equal(replayed.read()[1][name], expected[name]) for name in SHAPES)
-    print(f"{KILLS} kills, {version} pushes acknowledged, by worker {load.acknowledged}")
+    print(f"{kills} kills, {version} pushes acknowledged, by worker {load.acknowledged}")

@@ -70,6 +70,7 @@ def test_a_full_disk_is_waited_for(small_disk, caplog):
         assert torch.equal(client.read()[1]["w"], torch.full((LARGE,), -2.0))
 
 
+@pytest.mark.full
 def test_room_is_noticed_when_no_push_comes(small_disk):
     with served(small_disk.folder / "store", {"w": torch.zeros(LARGE)}) as server:
         small_disk.fill()
@@ -100,6 +101,7 @@ def test_a_snapshot_that_fails_makes_no_room(small_disk):
             until(lambda: ready(server) == 200, 20)
 
 
+@pytest.mark.full
 def test_records_of_a_run_go_on_too(small_disk, monkeypatch):
     monkeypatch.setattr("gradwire.coordinator.server._RECORD_S", 0.01)
     settings = ServeSettings(address="127.0.0.1:0", run_dir=str(small_disk.folder / "run"))
@@ -114,6 +116,7 @@ def test_records_of_a_run_go_on_too(small_disk, monkeypatch):
     assert all(isinstance(json.loads(line), dict) for line in file.read_text().splitlines())
 
 
+@pytest.mark.full
 def test_room_is_noticed_where_a_file_to_append_to_cannot_be_given_room(small_disk, monkeypatch):
     """As on ext2, where C's library writes zeros instead: that is refused for a descriptor that appends."""
     give_room = os.posix_fallocate
@@ -170,6 +173,7 @@ def test_a_stop_on_a_full_disk_says_so_and_loses_nothing(small_disk):
         assert torch.equal(client.read()[1]["w"], torch.full((LARGE,), -1.0))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_the_command_ends_on_a_full_disk_with_an_error_and_no_traceback(small_disk, tmp_path):
     file = tmp_path / "serve.toml"

@@ -182,6 +182,7 @@ def test_parameters_are_copied_unless_told_otherwise():
     assert shared.get_model_parameters(do_not_deep_copy=True).data_ptr() == mine.data_ptr()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_16_threads_of_10000_gradients_add_up_exactly_while_start_stop_and_clear_race():
     made, each, threads = coordinator(torch.zeros(4, dtype=torch.int64)), 10_000, 16

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import gradwire
 from gradwire import CoordinatorClient, Credentials, ServeSettings
 from gradwire.coordinator.access import Worker, new_token, token_hash
+from tests import needs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "javascript"
 ENCODE = """
@@ -25,11 +25,11 @@ for (const codec of ['none', 'int8']) {
 }
 """
 
-wanted, there = "GRADWIRE_TEST_JAVASCRIPT" in os.environ, all(map(shutil.which, ("node", "npm")))
-pytestmark = [
-    pytest.mark.skipif(not wanted, reason="it needs packages of npm: make test-javascript"),
-    pytest.mark.skipif(not there, reason="there is no node or no npm: apt-get install nodejs npm"),
-]
+pytestmark = pytest.mark.full
+for each in ("node", "npm"):
+    needs.program(each, "apt-get install nodejs npm")
+if "GRADWIRE_TEST_JAVASCRIPT" not in os.environ:
+    needs.skip("packages of npm", "make test-javascript")
 
 
 def node(*arguments, **environment):

@@ -137,6 +137,7 @@ while True:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fsync", ["each", "interval", "off"])
 def test_what_a_killed_process_has_acknowledged_is_there(path, fsync):
     draw, acknowledged = random.Random(1), -1

@@ -36,6 +36,7 @@ from gradwire.coordinator.protocol import HEALTH, messages, method
 from gradwire.coordinator.settings import Durability, Limits, ModelRules, Tls, load_settings
 from gradwire.coordinator.structure import entries_of
 from tests.coordinator.pages import page
+from tests.workers.warm import gradwire as run
 
 LOCAL = "127.0.0.1:0"
 
@@ -327,6 +328,19 @@ def test_many_pushes_on_their_way():
             client.flush()
 
 
+def test_close_waits_for_every_push_and_says_what_was_wrong_with_one():
+    with start({"w": torch.zeros(10)}) as server:
+        client = CoordinatorClient(server.address, codec="none", window=16)
+        for _ in range(8):
+            client.add_gradients({"w": torch.ones(10)})
+        client.close()
+        assert server.version == 8
+        client = CoordinatorClient(server.address, codec="none", window=16)
+        client.add_gradients({"w": torch.ones(11)})
+        with pytest.raises(ConfigError, match="must have shape"):
+            client.close()
+
+
 def test_threads_share_a_client():
     with start({"w": torch.zeros(10)}) as server, CoordinatorClient(server.address, codec="none") as client:
 
@@ -607,29 +621,27 @@ def test_tokens_that_are_none(token):
 @pytest.mark.timeout(120)
 def test_the_command(tmp_path):
     """gradwire serve, status, drain; and a journal that is repaired."""
-    command = [sys.executable, "-m", "gradwire", "serve"]
     folder = tmp_path / "store"
     (tmp_path / "serve.toml").write_text(f'address = "{LOCAL}"\nmetrics = "{LOCAL}"\n[durability]\nfolder = "{folder}"')
-    serving = [*command, "--config", str(tmp_path / "serve.toml")]
+    serving = [sys.executable, "-m", "gradwire", "serve", "--config", str(tmp_path / "serve.toml")]
     with ExitStack() as stack:
-        run = stack.enter_context(subprocess.Popen(serving, stdout=subprocess.PIPE, text=True))
-        stack.callback(run.kill)  # whatever happens
-        address = run.stdout.readline().split()[2].rstrip(",")
-        assert "/metrics" in run.stdout.readline()
+        server = stack.enter_context(subprocess.Popen(serving, stdout=subprocess.PIPE, text=True))
+        stack.callback(server.kill)  # whatever happens
+        address = server.stdout.readline().split()[2].rstrip(",")
+        assert "/metrics" in server.stdout.readline()
         with CoordinatorClient(address, codec="none") as client:
             client.set_model_parameters({"w": torch.zeros(3)})
             for _ in range(5):
                 client.add_gradients({"w": torch.ones(3)})
-        told = subprocess.run([*command, "status", address, "--json"], capture_output=True, text=True, check=True)
+        told = run("serve", "status", address, "--json")
         assert json.loads(told.stdout)["applied"] == 5
-        shown = subprocess.run([*command, "status", address], capture_output=True, text=True, check=True)
+        shown = run("serve", "status", address)
         assert "3 numbers, version 5" in shown.stdout
-        os.kill(run.pid, signal.SIGTERM)
-        assert "saved and ended" in run.stdout.read()
-        assert run.wait(30) == 0
-    lost = subprocess.run([*command, "status", address], capture_output=True, text=True)
-    assert (lost.returncode, "cannot be reached" in lost.stderr) == (1, True)
-    drawn = subprocess.run([*command, "token", "w1"], capture_output=True, text=True, check=True)
+        os.kill(server.pid, signal.SIGTERM)
+        assert "saved and ended" in server.stdout.read()
+        assert server.wait(30) == 0
+    assert "cannot be reached" in run("serve", "status", address, status=1).stderr
+    drawn = run("serve", "token", "w1")
     assert gradwire.coordinator.access.token_hash(drawn.stderr.split()[-1]) in drawn.stdout
 
     with start(durability=Durability(str(folder))) as server, CoordinatorClient(server.address, codec="none") as client:
@@ -637,15 +649,11 @@ def test_the_command(tmp_path):
             client.add_gradients({"w": torch.ones(3)})
         store = server._host.store
         journal = Path(store._journal.path)
-        refused = subprocess.run([*command, "repair", str(journal)], capture_output=True, text=True)
-        assert (refused.returncode, "in use by a server" in refused.stderr) == (1, True)
+        assert "in use by a server" in run("serve", "repair", str(journal), status=1).stderr
         damaged = bytearray(journal.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (tmp_path / "damaged").write_bytes(damaged)
-    repaired = subprocess.run(
-        [*command, "repair", str(tmp_path / "damaged")], capture_output=True, text=True, check=True
-    )
-    assert "1 records kept" in repaired.stdout
+    assert "1 records kept" in run("serve", "repair", str(tmp_path / "damaged")).stdout
     assert (tmp_path / "damaged.damaged").read_bytes() == damaged
 
 

@@ -526,12 +526,14 @@ def restarted(folder, tensors, pushes, limit_mb, codec="none", size=250_000):
     return replayed, seconds, applying
 
 
+@pytest.mark.full
 def test_a_restart_decodes_one_tensor_at_a_time(tmp_path):
     """With memory for the model, for one push as it travels, and 64 MB."""
     model_mb, push_mb = 192, 48
     restarted(tmp_path, 24, 3, model_mb + push_mb + 64, "int8", 2_000_000)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_restart_takes_little_more_memory_than_the_model_and_little_more_time_than_applying(tmp_path):
     """``GRADWIRE_JOURNAL_MB=1000``: with memory for the model and 256 MB, and 5 s more than it takes to apply it."""
@@ -639,6 +641,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_nothing_that_was_acknowledged_is_lost_or_applied_twice(tmp_path):
     """kill -9 at random moments, four workers that send again what was not acknowledged."""

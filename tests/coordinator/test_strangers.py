@@ -27,11 +27,12 @@ from gradwire.coordinator.connections import Connections, _Connection, _duplicat
 from gradwire.coordinator.protocol import HEALTH, messages, method
 from gradwire.coordinator.protocol.parts import part
 from gradwire.coordinator.settings import Limits
+from tests import needs
 from tests.coordinator.http2 import RawConnection
 from tests.coordinator.pages import page
 from tests.coordinator.test_attacks import encoded, push_of, refusals, until
 
-grpc = pytest.importorskip("grpc")
+grpc = needs.module("grpc", "make test")
 
 STRANGERS = int(os.environ.get("GRADWIRE_STRANGERS", "150"))
 DESCRIPTORS = STRANGERS - 76  # that a server may have: fewer than there are strangers
@@ -139,6 +140,7 @@ def test_silent_connections_do_not_stop_pushes_or_the_journal(tmp_path):
             assert late.read()[0] == 31
 
 
+@pytest.mark.full
 def test_an_identified_connection_may_be_idle_and_a_stranger_s_may_not(tmp_path):
     with Served(tmp_path, limits="call_s = 0.5") as server, server.client(retry_s=0.1) as client:
         client.read()
@@ -189,6 +191,7 @@ def test_limits_of_connections_are_for_each_address_and_for_all():
     assert set(guard._surplus(many)) == {"0", "1"}
 
 
+@pytest.mark.full
 def test_new_workers_come_in_while_strangers_come_again_and_again(tmp_path):
     """More strangers than connections, to a server with so few descriptors that an eighth of them is few, too."""
     long = "call_s = 100"  # so that strangers end for being too many alone
@@ -219,6 +222,7 @@ def test_new_workers_come_in_while_strangers_come_again_and_again(tmp_path):
                 client.add_gradients({"w": torch.ones(SIZE)})
 
 
+@pytest.mark.full
 def test_health_checks_that_take_no_answer_hold_no_place(tmp_path):
     """They are open to everybody: also from a worker's address, they leave place for its calls."""
     with Served(tmp_path, limits="streams = 300\nstreams_per_address = 100") as server:
@@ -249,6 +253,7 @@ def test_a_push_that_stops_in_its_first_message_is_refused():
             until(lambda: refusals(server) == {"INCOMPLETE": 4}, 20)
 
 
+@pytest.mark.full
 def test_calls_whose_request_never_comes_hold_no_place(tmp_path):
     """Without a token a call is refused before its request; with one it has ``call_s``."""
     count = STRANGERS
@@ -267,6 +272,7 @@ def test_calls_whose_request_never_comes_hold_no_place(tmp_path):
             client.add_gradients({"w": torch.ones(SIZE)})
 
 
+@pytest.mark.full
 def test_requests_that_stop_just_short_of_the_limit_take_no_memory(tmp_path):
     """64 KiB of a stranger at most: a request is read after its caller was identified."""
     almost = part(None, bytes((2 << 20) - 100))
@@ -283,6 +289,7 @@ def test_requests_that_stop_just_short_of_the_limit_take_no_memory(tmp_path):
             client.add_gradients({"w": torch.ones(SIZE)})
 
 
+@pytest.mark.full
 def test_parameters_that_are_not_taken_are_bounded(tmp_path):
     """Readers of one version share a copy of the parameters, and wait when there is no room for another."""
     readers, size, most = max(40, STRANGERS // 5), 2_000_000, 64
@@ -300,6 +307,7 @@ def test_parameters_that_are_not_taken_are_bounded(tmp_path):
         client.read()
 
 
+@pytest.mark.full
 def test_readers_of_compressed_parameters_are_bounded(tmp_path):
     """Their copies, frames, and the changes that are being encoded."""
     size, most = 4_000_000, 320
@@ -324,6 +332,7 @@ def test_readers_of_compressed_parameters_are_bounded(tmp_path):
         assert largest - before < most + 60
 
 
+@pytest.mark.full
 def test_a_reader_that_takes_nothing_is_ended(tmp_path):
     with Served(tmp_path, limits="reader_mb = 0.001\ncall_s = 1") as server, server.client() as client:
         with connections(server.address, 1, server.token) as (held,):
@@ -348,6 +357,7 @@ def test_a_reader_for_which_there_is_no_room_waits_and_is_then_refused():
         assert server._host.readers.nbytes == 0
 
 
+@pytest.mark.full
 def test_whoever_takes_no_answers_is_ended(tmp_path):
     """Refused pushes are answered; a worker that does not read the answers is not read any more, and ended."""
     header = messages()["PushPart"].Header(worker="stranger")  # not its name: refused
@@ -366,6 +376,7 @@ def test_whoever_takes_no_answers_is_ended(tmp_path):
         client.read()
 
 
+@pytest.mark.full
 def test_a_server_of_its_own_process_takes_the_descriptors_it_may_have():
     program = """
 import resource, sys

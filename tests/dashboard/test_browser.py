@@ -15,8 +15,10 @@ import pytest
 from gradwire.dashboard.report import report as make_report
 from gradwire.dashboard.server import DashboardServer
 from gradwire.dashboard.store import Store
+from tests import needs
 from tests.dashboard.folders import append, many_steps, note, plan, quality, start, step, validation, whole_run
 
+pytestmark = pytest.mark.full
 CHROMIUM = shutil.which("chromium")
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 OPTIONS += ["--disable-component-update", "--disable-sync"]
@@ -38,11 +40,11 @@ def browser():
     wanted = "GRADWIRE_TEST_BROWSER" in os.environ
     if CHROMIUM is None:
         assert not wanted, "there is no chromium: apt-get install chromium"
-        pytest.skip("there is no chromium here")
+        needs.skip("Chromium", "make test-browser")
     if wanted:
         from playwright.sync_api import sync_playwright
     else:
-        sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
+        sync_playwright = needs.module("playwright.sync_api", "make test-browser").sync_playwright
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
         yield browser
@@ -388,7 +390,7 @@ def test_runs_are_compared(serve, watched, tmp_path):
 
 
 def test_a_picture_can_be_saved(serve, watched, tmp_path):
-    image = pytest.importorskip("PIL.Image")
+    image = needs.module("PIL.Image", "make test-browser")
     page = watched.open(serve(whole_run(tmp_path / "run")))
     for chart in ("#loss", "#timeline", "#staleness"):
         drawn(page, chart)

@@ -64,6 +64,7 @@ def served(folder):
             process.kill()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600 if SCALE < 1 else 3000)
 def test_a_dashboard_of_hostile_runs_takes_256_mb(hostile, tmp_path):
     whole_run(tmp_path / "run")
@@ -75,6 +76,7 @@ def test_a_dashboard_of_hostile_runs_takes_256_mb(hostile, tmp_path):
     assert next(run for run in runs if run["name"] == "tiny")["step"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600 if SCALE < 1 else 3000)
 def test_a_report_of_hostile_runs_takes_256_mb(hostile, tmp_path):
     whole_run(tmp_path / "run")

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -12,6 +10,7 @@ from gradwire.dashboard import pages
 from gradwire.dashboard.report import report
 from gradwire.dashboard.store import Store
 from tests.dashboard.folders import append, many_steps, note, quality, start, step, whole_run
+from tests.workers.warm import gradwire as run
 
 HOSTILE = "</script><script>window.bad=1</script><!--<script>&amp;\u2028]]>"
 
@@ -87,12 +86,12 @@ def test_the_size_does_not_grow_with_the_steps(tmp_path):
 def test_the_command_writes_the_file_and_says_what_is_in_it(tmp_path):
     whole_run(tmp_path / "runs" / "one")
     whole_run(tmp_path / "runs" / "two", codec="int8", scale=2.0)
-    command = [sys.executable, "-m", "gradwire", "report", "runs", "-o", "out.html"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "out.html" in run.stdout
-    assert "0.125" in run.stdout
+    command = ["report", "runs", "-o", "out.html"]
+    said = run(*command, cwd=tmp_path).stdout
+    assert "out.html" in said
+    assert "0.125" in said
     assert (tmp_path / "out.html").read_bytes().startswith(b"<!doctype html>")
-    told = json.loads(subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, check=True).stdout)
+    told = json.loads(run(*command, "--json", cwd=tmp_path).stdout)
     assert told["bytes"] == (tmp_path / "out.html").stat().st_size
     assert {each["name"]: (each["codec"], each["step"], each["loss"]) for each in told["runs"]} == {
         "one": ("int4", 50, 0.04),
@@ -102,8 +101,7 @@ def test_the_command_writes_the_file_and_says_what_is_in_it(tmp_path):
 
 def test_counts_are_whole_numbers_in_json(tmp_path):
     append(tmp_path / "run", "rank-0.jsonl", start(steps=2), step(1, sent=1000), step(2, sent=1001))
-    command = [sys.executable, "-m", "gradwire", "report", "run", "--json"]
-    told = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout)["runs"][0]
+    told = json.loads(run("report", "run", "--json", cwd=tmp_path).stdout)["runs"][0]
     counts = ["ranks", "parameters", "planned", "step", "step_bytes", "sent", "dense", "restarts", "dropped", "skipped"]
     assert {name: type(told[name]) for name in counts} == dict.fromkeys(counts, int)
     assert (told["parameters"], told["step_bytes"], told["sent"]) == (1000, 1000, 2001)
@@ -113,10 +111,8 @@ def test_counts_are_whole_numbers_in_json(tmp_path):
 
 
 def test_a_folder_without_runs_is_named(tmp_path):
-    command = [sys.executable, "-m", "gradwire", "report", str(tmp_path), "-o", str(tmp_path / "out.html")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "there is no run" in run.stderr
+    refused = run("report", str(tmp_path), "-o", str(tmp_path / "out.html"), status=2)
+    assert "there is no run" in refused.stderr
     assert not (tmp_path / "out.html").exists()
 
 

@@ -3,7 +3,8 @@ import os
 
 import pytest
 
-from gradwire.lab import Lab, unavailable
+from gradwire.lab import Lab
+from tests import needs
 
 _COUNT = itertools.count()
 
@@ -11,8 +12,7 @@ _COUNT = itertools.count()
 @pytest.fixture
 def name():
     """A lab's name that no other test has, here or in another process; what is left under it is removed."""
-    if reason := unavailable():
-        pytest.skip(reason)
+    needs.lab()
     mine = f"test-{os.getpid()}-{next(_COUNT)}"
     yield mine
     for lab in Lab.find_all():

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli import main
-from gradwire.lab import Lab, unavailable
+from gradwire.lab import Lab
+from tests import needs
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "lab.md"
 
@@ -84,9 +85,9 @@ def test_a_run_that_is_told_to_end_ends_its_ranks(lab):
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_a_training_that_is_told_to_end_takes_its_workers_and_its_lab_down():
-    if reason := unavailable():
-        pytest.skip(reason)
+    needs.lab()
     command = [sys.executable, "-m", "gradwire", "train", "--rate", "1gbit", "--steps", "100000"]
     training = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     its, deadline = f"train-{training.pid}", time.monotonic() + 60
@@ -143,6 +144,7 @@ def test_who_is_not_root_gets_one_line(gradwire, monkeypatch):
     assert gradwire("show", status=1).err == "error: a lab needs root: it makes network namespaces; run with sudo.\n"
 
 
+@pytest.mark.full
 def test_what_the_page_shows_runs(gradwire, name, tmp_path, monkeypatch):
     """Under this test's names, because the ones on the page may be in use on this machine."""
     page = PAGE.read_text()

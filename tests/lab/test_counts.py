@@ -5,6 +5,7 @@ import pytest
 from gradwire.clusters import run_workers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["int8", "topk:0.01+int8"])
 def test_counted_bytes_are_those_of_the_interface(lab, method):
     asked = {"task": "digits", "batch_size": 4, "methods": [method], "rounds": 1, "steps": 3}

@@ -18,6 +18,7 @@ def three(name):
         yield made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_whose_inbound_traffic_is_cut_is_named_and_none_names_itself(three, tmp_path, victim):
     command = [sys.executable, "-m", "tests.workers.leaving", str(tmp_path), "int4", "5"]

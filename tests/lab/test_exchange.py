@@ -19,6 +19,7 @@ def exchange(monkeypatch, capfd):
     return run
 
 
+@pytest.mark.full
 def test_the_share_of_a_link_is_measured_beside_gloo(name, exchange):
     small = ("--workers", "2", "--rate", "100mbit", "--codec", "int8", "--rounds", "1")
     status, said = exchange(*small, "--json")

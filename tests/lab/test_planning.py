@@ -12,6 +12,7 @@ from gradwire.cli import main
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.full
 def test_the_plan_follows_a_link_within_30_steps(name):
     report = drift.measure(drift.Settings(workers=2, rates=("1gbit", "20mbit"), steps=44))
     assert list(report.changes.values()) == ["20mbit"]
@@ -22,6 +23,7 @@ def test_the_plan_follows_a_link_within_30_steps(name):
     assert last < first
 
 
+@pytest.mark.full
 def test_predictions_are_compared_with_the_clock(name, tmp_path, monkeypatch, capsys):
     picture = tmp_path / "plans.png"
     options = ["--task", "digits", "--workers", "2", "--rate", "100mbit", "--rounds", "1", "--json"]
@@ -35,6 +37,7 @@ def test_predictions_are_compared_with_the_clock(name, tmp_path, monkeypatch, ca
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_rounds_are_trained_over_the_link_and_compared_with_ddp(name, tmp_path):
     methods = ("localsgd:every=5,codec=int4", "accumulate:every=5")
     report = rounds.measure(rounds.Settings("digits", 2, "200mbit", methods, steps=60, target_steps=10, ddp_steps=3))
@@ -47,6 +50,7 @@ def test_rounds_are_trained_over_the_link_and_compared_with_ddp(name, tmp_path):
     assert json.dumps(report.as_json())
 
 
+@pytest.mark.full
 def test_auto_is_trained_over_the_link_and_compared_with_fixed_methods(name, tmp_path):
     calm = auto.Settings("digits", (2,), ("200mbit",), ("int8",), 20, timed_steps=6, repeats=2, learning_rate=0.002)
     report = auto.measure(calm)

@@ -128,6 +128,7 @@ def test_a_bad_request_is_told_what_is_allowed(lab, command, options, message):
         lab.run(command, **options)
 
 
+@pytest.mark.full
 def test_torch_meets_over_the_links(lab):
     reduce = """
 import torch, torch.distributed as dist

@@ -13,11 +13,12 @@ from gradwire.collectives.loopback import Alone, Loopback
 from gradwire.optim.decoupled_momentum import cosines
 from gradwire.optim.local_update import _Schedule
 from gradwire.tree import equal, from_bytes, to_bytes
+from tests.case import tiered
 from tests.collectives.threads import on_every_rank, results
 from tests.workers import elastic
 from tests.workers.ddp import Net, batch, loss_of
-from tests.workers.group import Group, forkserver
-from tests.workers.ranks import said, same_on_every_rank, without_error
+from tests.workers.group import Group
+from tests.workers.ranks import Cases, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,15 +58,17 @@ def cases(ranks):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return said(tmp_path_factory.mktemp("two"), cases(2), 2, "tests.workers.local")
+    with Cases(tmp_path_factory.mktemp("two"), cases(2), 2, "tests.workers.local") as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    return said(tmp_path_factory.mktemp("three"), cases(3), 3, "tests.workers.local")
+    with Cases(tmp_path_factory.mktemp("three"), cases(3), 3, "tests.workers.local") as ranks:
+        yield ranks
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=tiered([2, 3], first=[2]))
 def told(request):
     return request.getfixturevalue({2: "two", 3: "three"}[request.param])
 
@@ -137,11 +140,6 @@ def test_schedulers_and_closures_work(told):
 # Ranks that die and come.
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    return forkserver("tests.workers.elastic")
-
-
 HOWS = {
     "between": {"die": "at once", "how": {"codec": "int4"}},
     "exchange": {"die": "exchange", "after_s": 0.002, "how": {"codec": "topk:0.1"}},
@@ -149,10 +147,10 @@ HOWS = {
 }
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_ranks_are_killed_and_join_and_all_end_with_the_same_bits(nursery, tmp_path, how):
+@pytest.mark.parametrize("how", tiered(HOWS, first=["exchange"]))
+def test_ranks_are_killed_and_join_and_all_end_with_the_same_bits(tmp_path, how):
     """Of three ranks one is killed by SIGKILL, two go on, a third joins later with weights of its own."""
-    with Group(nursery, elastic.live, tmp_path, 4, **HOWS[how]) as group:
+    with Group(elastic.live, tmp_path, 4, **HOWS[how]) as group:
         end = time.monotonic() + 90
         while any(group.ranks[rank].is_alive() for rank in (0, 2, 3)):
             assert time.monotonic() < end, [group.said(rank) for rank in range(4)]

@@ -12,8 +12,10 @@ from gradwire.optim.elementwise import scope_of
 from gradwire.optim.sharded_state import cut, joined
 from gradwire.optim.wrapping import load_optimizer, saved_optimizer
 from gradwire.tree import from_bytes, to_bytes
+from tests import needs
+from tests.case import tiered
 from tests.workers.optimizers import OPTIMIZERS, RATIO, Counting
-from tests.workers.ranks import said, same_on_every_rank, without_error
+from tests.workers.ranks import Cases, same_on_every_rank, without_error
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,6 +29,7 @@ ROWS = [
     for stage in stages
     if stage == stages[-1] or (stage == "0" and not name.startswith("torch."))
 ]
+FIRST = [("torch.optim.Adafactor", 2), ("torch.optim.RMSprop", 2)]
 HANDED_OVER = ("torch.optim.Adafactor", "torch.optim.Muon", "heavyball.SOAP", "schedulefree.AdamWScheduleFree")
 
 
@@ -51,16 +54,17 @@ def two(tmp_path_factory):
     for stage in (1, 2):
         for ratio in (0.3, 0.1):
             cases["fewer", stage, ratio] = ("fewer_matrices", {"stage": stage, "ratio": ratio})
-    return said(tmp_path_factory.mktemp("optimizers"), cases, 2, "tests.workers.optimizers")
+    with Cases(tmp_path_factory.mktemp("optimizers"), cases, 2, "tests.workers.optimizers") as ranks:
+        yield ranks
 
 
 def test_every_optimizer_of_the_table_is_tried():
     assert sorted(TESTED) == sorted(OPTIMIZERS)
 
 
-@pytest.mark.parametrize(("name", "stage"), ROWS)
+@pytest.mark.parametrize(("name", "stage"), tiered(ROWS, first=FIRST))
 def test_as_under_ddp_compressed_or_not_and_after_a_checkpoint(two, name, stage):
-    pytest.importorskip(name.partition(".")[0])
+    needs.module(name.partition(".")[0], "make test-full")
     for rank in same_on_every_rank(two[name, stage]):
         progress = rank["before"] - rank["ddp"]
         assert progress > 0.01
@@ -72,15 +76,16 @@ def test_as_under_ddp_compressed_or_not_and_after_a_checkpoint(two, name, stage)
 
 @pytest.mark.parametrize("name", [name for name, stages in TESTED.items() if stages == ["0"]])
 def test_statistics_of_the_whole_model_are_refused_above_stage_0(name):
-    pytest.importorskip(name.partition(".")[0])
+    needs.module(name.partition(".")[0], "make test-full")
     kind = name.rpartition(".")[2]
     with pytest.raises(ConfigError, match=rf"{kind}, looks at the gradients of the whole model .*\(stage=0\)"):
         ShardedOptimizerBase(OPTIMIZERS[name](torch.nn.Linear(4, 4)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", HANDED_OVER)
 def test_a_state_goes_on_at_another_stage_and_in_the_optimizer_itself(two, name):
-    pytest.importorskip(name.partition(".")[0])
+    needs.module(name.partition(".")[0], "make test-full")
     for rank in same_on_every_rank(two["handed over", name]):
         assert rank["parameters"] == rank["replicated"] == rank["plain"]
 
@@ -96,6 +101,7 @@ def test_steps_schedulers_and_users_share_the_groups(two, stage):
         assert rank["again"] == rank["parameters"]
 
 
+@pytest.mark.full
 def test_what_a_step_measures_must_be_the_same_on_every_rank(two):
     """At stage 0 it is. Above, it is refused when the optimizer is wrapped, or at the latest when it shows."""
     for rank in range(2):
@@ -109,6 +115,7 @@ def test_what_a_step_measures_must_be_the_same_on_every_rank(two):
         assert "use ShardingConfiguration(stage=0)" in late["words"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_cannot_be_saved_is_warned_of_at_the_first_step(two, stage):
     for rank in without_error(two["unsaved", stage]):
@@ -117,9 +124,10 @@ def test_what_cannot_be_saved_is_warned_of_at_the_first_step(two, stage):
         assert rank["refused"] in words
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_weights_for_evaluation_are_on_every_rank(two, stage):
-    pytest.importorskip("schedulefree")
+    needs.module("schedulefree", "make test-full")
     for rank in same_on_every_rank(two["switched", stage]):
         (there, first), (still, second), (back, _) = rank["found"]
         assert there == still > 1e-3
@@ -128,9 +136,10 @@ def test_weights_for_evaluation_are_on_every_rank(two, stage):
         assert back < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_whole_run_validates_with_the_weights_for_evaluation(two, stage):
-    pytest.importorskip("schedulefree")
+    needs.module("schedulefree", "make test-full")
     for rank in same_on_every_rank(two["whole run", stage], "parameters", "validations"):
         assert rank["modes"] == [False] * 3
         assert rank["training"]

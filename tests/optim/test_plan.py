@@ -16,6 +16,7 @@ SHAPES = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     shapes=SHAPES, ranks=st.integers(1, 9), ratio=st.floats(1e-4, 1), quantize=st.booleans(), sparsify=st.booleans(),

@@ -147,6 +147,7 @@ def test_a_slow_link_gets_small_messages_and_every_rank_the_same_plan(training, 
     assert [each.events for each in run.pilots] == [pilot.events] * ranks
 
 
+@pytest.mark.full
 def test_a_rival_that_waits_much_longer_is_given_up_halfway(training, monkeypatch):
     monkeypatch.setattr("gradwire.planner.autopilot._CLOSE", 1000.0)  # all candidates are rivals, dense too
     run, flown = training(bits_per_s=2e7), []
@@ -157,6 +158,7 @@ def test_a_rival_that_waits_much_longer_is_given_up_halfway(training, monkeypatc
     assert len(set(flown)) == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("close", "again"), [(1000.0, 2), (0.0, 0)])
 def test_the_two_best_plans_are_timed_again_if_they_are_close(training, monkeypatch, close, again):
     monkeypatch.setattr("gradwire.planner.autopilot._CLOSE", 1000.0)
@@ -167,6 +169,7 @@ def test_the_two_best_plans_are_timed_again_if_they_are_close(training, monkeypa
     assert len(set(plans[-2:])) == 2
 
 
+@pytest.mark.full
 def test_without_patience_a_fast_link_is_tried_too(training):
     methods = ("int8", "int4", "powersgd:8,start=0+int8")
     tried = [
@@ -194,6 +197,7 @@ def test_quality_zero_is_dense_from_the_first_step_on(training, patience_s):
     assert flown == set(pilot.plan.methods.values()) == {"dense"}
 
 
+@pytest.mark.full
 def test_gradients_that_no_low_rank_holds_travel_otherwise(training):
     pilot = training(bits_per_s=2e7, noise=20.0).until(lambda pilot: pilot.settled)
     assert pilot.plan.methods["a"] == "int4"
@@ -209,6 +213,7 @@ def test_the_plan_follows_the_link(training, caplog):
     assert "instead of" in caplog.text
 
 
+@pytest.mark.full
 def test_nothing_is_tried_where_nothing_is_to_gain_until_there_is(training):
     run = training(bits_per_s=1e11, forward_s=0.1)
     pilot = run.until(lambda pilot: pilot.settled)
@@ -220,6 +225,7 @@ def test_nothing_is_tried_where_nothing_is_to_gain_until_there_is(training):
     assert len(pilot.plan.alternatives) == 4
 
 
+@pytest.mark.full
 def test_computing_that_takes_longer_is_no_reason_to_plan_again(training):
     run = training(bits_per_s=1e11, forward_s=0.1)
     pilot = run.until(lambda pilot: pilot.settled)
@@ -228,6 +234,7 @@ def test_computing_that_takes_longer_is_no_reason_to_plan_again(training):
     assert len(run.run(16).events) == events
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("waits", "replans"),
     [((0.5, 0.5), True), ((0.5, 0.1), False), ((0.5, 0.1, 0.5, 0.1), False), ((1.2,), True), ((0.3, 0.3), False)],
@@ -262,6 +269,7 @@ def test_a_loss_that_leaves_its_band_steps_back_toward_dense(training):
     assert any("stepping back from powersgd" in each.what for each in pilot.events)
 
 
+@pytest.mark.full
 def test_gradients_that_change_are_looked_at_again(training, monkeypatch):
     monkeypatch.setattr("gradwire.planner.autopilot._QUALITY_STEPS", 10)
     run = training(bits_per_s=2e7)
@@ -305,6 +313,7 @@ def compositions(caplog):
     return lines
 
 
+@pytest.mark.full
 def test_a_plan_that_is_taken_up_logs_what_travels_in_what(training, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("gradwire.planner.autopilot._LINK_DRIFT", 100.0)  # a busy machine makes the same link another
@@ -324,6 +333,7 @@ def test_a_plan_that_is_taken_up_logs_what_travels_in_what(training, tmp_path, m
     assert compositions(caplog) == [line]
 
 
+@pytest.mark.full
 def test_the_plan_of_an_earlier_training_over_another_link_is_not_taken_up(training, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     training(settings=Auto(), bits_per_s=2e7).until(lambda pilot: pilot.settled)

@@ -13,6 +13,7 @@ from gradwire.doctor import machine
 from gradwire.planner import cache as module
 from gradwire.planner.cache import PlanCache, cache_folder
 from gradwire.planner.plan import Plan, choose
+from tests import needs
 from tests.planner.test_plan import situation
 
 PAPER = choose(situation(10))
@@ -107,8 +108,7 @@ def test_a_user_without_a_home_has_an_empty_cache(monkeypatch):
 
 
 def test_a_user_that_is_not_in_the_list_of_users_trains():
-    if os.geteuid() != 0:
-        pytest.skip("to be a user without an entry needs the right to become one")
+    needs.root("to become a user that has no entry")
     program = (
         "import os, torch; from gradwire.planner.cache import PlanCache, cache_folder; os.setuid(54321); "
         "cache = PlanCache({'w': torch.zeros(4)}, 2); cache.put('int8', ['w'], 4, 0.5); cache.save(); "

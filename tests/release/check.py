@@ -1,6 +1,6 @@
 """Both files of a release, looked at and tried: ``make dist`` runs it after building them.
 
-The wheel is installed by itself, the source with the extras ``bench`` and ``serve``, each into an environment of its
+The wheel is installed by itself, the source with the extras ``demo`` and ``serve``, each into an environment of its
 own in a temporary folder; then ``smoke.py`` runs there. Compiling and installing take a few minutes.
 """
 
@@ -12,6 +12,8 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+
+from tools.environment import TORCH, install
 
 ROOT = Path(__file__).parent.parent.parent
 SMOKE = Path(__file__).parent / "smoke.py"
@@ -61,8 +63,7 @@ def try_out(path: Path, version: str, extras: list[str], folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     python = environment / "bin" / "python"
     what = f"{path}[{','.join(extras)}]" if extras else str(path)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", what], check=True, cwd=folder)
+    install(python, [TORCH, what])
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     subprocess.run([python, "-I", SMOKE, version, *extras], check=True, cwd=folder, env=clean)
 
@@ -75,7 +76,7 @@ def main() -> None:
     check_wheel(wheel)
     with tempfile.TemporaryDirectory(prefix="gradwire-release-") as folder:
         try_out(wheel, version, [], Path(folder))
-        try_out(source, version, ["bench", "serve"], Path(folder))
+        try_out(source, version, ["demo", "serve"], Path(folder))
     print(f"{wheel.name} and {source.name}: complete, installed and working")
 
 

@@ -59,14 +59,14 @@ def check_commands(version: str, extras: list[str]) -> None:
     for name in COMMANDS:
         assert name in known, f"`gradwire {name}` is missing"
         command(name, "--help")
-    if "bench" in extras:
+    if "demo" in extras:
         facts = json.loads(command("train", "--steps", "2", "--workers", "2", "--run-dir", "run", "--json").stdout)
         assert facts["steps"] == 2
         assert facts["replicas_identical"]
         command("report", "run", "-o", "report.html")  # its page is a file of the package
         assert "canvas" in Path("report.html").read_text()
     else:
-        assert "pip install 'gradwire[bench]'" in command("train", "--steps", "2", status=1).stderr
+        assert "pip install 'gradwire[demo]'" in command("train", "--steps", "2", status=1).stderr
     if "serve" not in extras:
         assert "pip install 'gradwire[serve]'" in command("serve", status=1).stderr
 

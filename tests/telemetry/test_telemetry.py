@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ def test_every_rank_of_a_training_tells_every_step(tmp_path: Path) -> None:
         assert any(each["event"] == "validation" and each["step"] == 25 for each in told)
 
 
+@pytest.mark.full
 def test_steps_that_ddp_reduces_itself_are_told_with_their_own_losses(tmp_path: Path) -> None:
     settings = {"task": "digits", "codec": "dense", "steps": 8, "run_folder": str(tmp_path)}
     moved = [e for e in run_workers("gradwire.tasks.worker", settings, 2) if e["event"] == "step"]
@@ -76,6 +79,7 @@ def test_steps_that_ddp_reduces_itself_are_told_with_their_own_losses(tmp_path: 
         assert all(b["codec"] == "dense" and b["ready_s"] < b["done_s"] <= each["seconds"] for b in each["buckets"])
 
 
+@pytest.mark.full
 def test_auto_tells_its_plans_and_reasons(tmp_path: Path) -> None:
     settings = {"task": "digits", "codec": "auto", "steps": 40, "run_folder": str(tmp_path)}
     assert list(run_workers("gradwire.tasks.worker", settings, 2))
@@ -89,6 +93,7 @@ def test_auto_tells_its_plans_and_reasons(tmp_path: Path) -> None:
     assert not [each for each in records(tmp_path / "rank-1.jsonl") if each["event"] == "plan"]
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
     settings = {"task": "digits", "codec": "int4", "steps": 2000, "run_folder": str(tmp_path)}
     training = run_workers("gradwire.tasks.worker", settings, 2)
@@ -105,15 +110,18 @@ def test_a_worker_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
 
 def _children() -> list[int]:
     listed = subprocess.run(
-        ["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True, check=True
+        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True, check=True
     ).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if "gradwire.tasks.worker" in line]
 
 
+@pytest.mark.full
 def test_a_sharded_optimizer_tells_its_steps(tmp_path: Path) -> None:
     settings = {"task": "digits", "ratio": 0.2, "steps": 4, "run_folder": str(tmp_path)}
     assert list(run_workers("gradwire.tasks.worker", settings, 2))
-    steps = [each for each in records(tmp_path / "rank-1.jsonl") if each["event"] == "step"]
+    told = records(tmp_path / "rank-1.jsonl")
+    assert told[0]["codec"] == "sharded 0.2"
+    steps = [each for each in told if each["event"] == "step"]
     assert [each["step"] for each in steps] == [1, 2, 3, 4]
     assert all(0 < each["sent"] < 0.25 * each["dense"] for each in steps)
 
@@ -141,14 +149,15 @@ def test_the_environment_names_a_folder_and_programs_stay_as_they_are(tmp_path: 
     assert all(each["loss"] > 0 for each in told if each["event"] == "step")
 
 
-@pytest.mark.parametrize(
-    ("ending", "status", "what"),
-    [
-        ("compression.close()", "done", ""),
-        ("", "done", ""),  # nobody closed it, and nothing went wrong
-        ("raise ValueError('a bad day')", "failed", "ValueError: a bad day"),
-    ],
-)
+ENDINGS = [
+    ("compression.close()", "done", ""),
+    ("", "done", ""),  # without close(), and without an error
+    ("raise ValueError('a bad day')", "failed", "ValueError: a bad day"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ending", "status", "what"), ENDINGS)
 def test_how_a_program_ended(ending: str, status: str, what: str, tmp_path: Path) -> None:
     program = PROGRAM.replace('"int4"', '"int4", telemetry=gradwire.Telemetry(sys.argv[1])')
     program = program.replace("loss.item()", "loss.detach()").replace("compression.close()", ending)
@@ -195,6 +204,16 @@ def test_the_error_is_that_of_the_gradient_and_the_residual_what_is_kept_back() 
     assert found[-1]["residual"] > 0.5
 
 
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_losses_are_looked_at_every_so_many_steps(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.adapters.watch._SHARE", math.inf)  # looks may take all of the time
+    memories = [Memory(), Memory()]
+    telemetry = [Telemetry(memory, quality_every=every) for memory in memories]
+    _two_ranks(telemetry, "int4", [[torch.ones(64, 128)] * 2] * 13)
+    looked = [each["step"] for each in memories[0].records if each["event"] == "quality"]
+    assert looked == list(range(1, 14, every))
+
+
 def test_a_step_that_is_not_taken_is_a_note() -> None:
     memories = [Memory(), Memory()]
     bad = torch.full((64, 128), torch.nan)
@@ -226,6 +245,26 @@ def test_a_sink_that_fails_is_named_and_left_out(caplog: pytest.LogCaptureFixtur
     assert len(good.records) == 7
     assert "Broken" in caplog.text
     assert "no space left" in caplog.text
+
+
+def test_flush_waits_until_the_sinks_have_every_record() -> None:
+    class Slow(Memory):
+        flushed = 0
+
+        def write(self, record: Any) -> None:
+            time.sleep(0.05)
+            super().write(record)
+
+        def flush(self) -> None:
+            self.flushed = len(self.records)
+
+    slow = Slow()
+    with Telemetry(slow) as telemetry:
+        telemetry.start(rank=0, ranks=1)
+        for step in range(3):
+            telemetry.step(step)
+        telemetry.flush()
+        assert (len(slow.records), slow.flushed) == (4, 4)
 
 
 def test_a_training_that_fails_says_so() -> None:

@@ -57,6 +57,7 @@ print("all of it")
 )
 
 
+@pytest.mark.full
 def test_tensorboard_reads_it_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -75,6 +76,7 @@ def test_tensorboard_reads_it_back(tmp_path: Path) -> None:
     assert b"&lt;b>note" in events.Tensors("notes/text_summary")[0].tensor_proto.string_val[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", [MLFLOW, WANDB], ids=["mlflow", "wandb"])
 def test_a_tracker_reads_it_back(program: str, tmp_path: Path) -> None:
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}

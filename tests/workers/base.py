@@ -1,4 +1,4 @@
-"""What test ranks share. A test rank is a real process in a real process group, started by ``run_workers``."""
+"""What test ranks share. A test rank is a real process in a real process group."""
 
 import contextlib
 import inspect
@@ -12,6 +12,13 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives.rank import run_rank
+
+
+def leave(file, text):
+    """Write a file that others look for: it is whole, or not there."""
+    beside = file.with_name(f"{file.name}.writing")
+    beside.write_text(text)
+    beside.rename(file)
 
 
 def main(body):
@@ -30,14 +37,15 @@ def main(body):
 
 
 def main_of_cases(cases):
-    """Every rank writes what the cases of the settings returned, or their errors, to a file in the settings' folder.
+    """Run the cases that standard input names, and write what each returned, or its error, to the file of the answers.
 
-    A case is a function of the rank, of the number of ranks if it asks for it, and of the arguments in the settings.
+    A case is a function of the rank, of the number of ranks if it asks for it, and of the arguments that are sent.
     """
 
-    def body(settings, rank, ranks):
-        with (Path(settings["folder"]) / f"rank-{rank}").open("w") as out:
-            for number, (case, arguments) in enumerate(settings["cases"]):
+    def body(rank, ranks):
+        with Path(sys.argv[1]).open("w") as out:
+            for line in sys.stdin:
+                case, arguments = json.loads(line)
                 told = {"ranks": ranks} if "ranks" in inspect.signature(cases[case]).parameters else {}
                 try:
                     with warnings.catch_warnings():
@@ -45,9 +53,8 @@ def main_of_cases(cases):
                         said = cases[case](rank, **told, **arguments)
                 except Exception:
                     said = {"error": traceback.format_exc()}
-                print(json.dumps([number, said]), file=out, flush=True)
                 with contextlib.suppress(RuntimeError):
                     dist.barrier()
-        return "done"
+                print(json.dumps(said), file=out, flush=True)
 
-    main(body)
+    run_rank(body, timeout_s=30)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gradwire import PeerError
 
+from .base import leave
 from .ddp import Net, checksum, loss_of
 from .local import made
 
@@ -31,9 +32,9 @@ def live(folder, rank, ranks, settings):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         said = newcomer(folder, settings) if rank == 3 else member(folder, rank, settings)
-        (folder / f"result-{rank}").write_text(json.dumps(said))
+        leave(folder / f"result-{rank}", json.dumps(said))
     except Exception as error:
-        (folder / f"said-{rank}").write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        leave(folder / f"said-{rank}", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     os._exit(0)
 
 

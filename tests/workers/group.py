@@ -1,26 +1,22 @@
 """Groups of ranks that come and go quickly, and may be stopped and killed."""
 
-import multiprocessing
 import time
 
+from tests.workers import warm
+
 STARTUP_S = 60
-
-
-def forkserver(module):
-    """Starts processes that have imported a module, and torch, already: a fresh group of them is there in a moment."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
-    return context
 
 
 class Group:
     """Ranks in training: ``live(folder, rank, ranks, settings)`` is what each does."""
 
-    def __init__(self, nursery, live, folder, ranks=4, **settings):
+    def __init__(self, live, folder, ranks=4, **settings):
         folder.mkdir(exist_ok=True)
         settings = {"codec": "int4", "timeout_s": 20, **settings}
         self.folder, self.size = folder, ranks
-        self.ranks = [nursery.Process(target=live, args=(str(folder), rank, ranks, settings)) for rank in range(ranks)]
+        self.ranks = [
+            warm.CONTEXT.Process(target=live, args=(str(folder), rank, ranks, settings)) for rank in range(ranks)
+        ]
 
     def __enter__(self):
         for rank in self.ranks:

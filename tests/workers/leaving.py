@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 
+from .base import leave
+
 
 def main():
     folder, codec, timeout_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
@@ -38,8 +40,7 @@ def main():
                 (folder / f"training-{rank}").touch()
     except Exception as error:
         # The clock counts from the start of the machine, the same for all of its processes.
-        (folder / f"writing-{rank}").write_text(f"{time.monotonic()} {type(error).__name__}: {error}")
-        (folder / f"writing-{rank}").rename(folder / f"stopped-{rank}")
+        leave(folder / f"stopped-{rank}", f"{time.monotonic()} {type(error).__name__}: {error}")
         raise
 
 

@@ -14,6 +14,8 @@ from gradwire import PeerError
 from gradwire.collectives import agree, connect
 from gradwire.collectives.rank import RENDEZVOUS, run_rank
 
+from .base import leave
+
 
 def live(folder, rank, ranks, settings):
     """The life of a rank. Its files: ``step-R`` once it trains, ``said-R`` with what ended that."""
@@ -31,12 +33,6 @@ def live(folder, rank, ranks, settings):
     os.dup2(errors, 2)
     way = {"train": train, "overtaken": overtaken}[settings.get("way", "train")]
     run_rank(lambda rank, ranks: way(Path(folder), rank, settings), timeout_s=settings["timeout_s"])
-
-
-def say(folder, rank, words):
-    (folder / "writing").mkdir(exist_ok=True)
-    (folder / "writing" / str(rank)).write_text(words)
-    (folder / "writing" / str(rank)).rename(folder / f"said-{rank}")  # whole, or not there
 
 
 def overtaken(folder, rank, settings):
@@ -58,7 +54,7 @@ def overtaken(folder, rank, settings):
         started = time.monotonic()
         peers.swap({2 if rank == 0 else 0: 1000}, 8, "the exchange").wait()
     except PeerError as error:
-        say(folder, rank, f"PeerError after {time.monotonic() - started:.1f} s in step 0: {error}")
+        leave(folder / f"said-{rank}", f"PeerError after {time.monotonic() - started:.1f} s in step 0: {error}")
         os._exit(1)  # like a program that did not expect it: with it go its connections, and the store if it kept it
 
 
@@ -107,4 +103,4 @@ def train(folder, rank, settings):
                 (folder / f"training-{rank}").touch()
     except Exception as error:
         name = "PeerError" if type(error) is PeerError else repr(type(error))
-        say(folder, rank, f"{name} after {time.monotonic() - started:.1f} s in step {step}: {error}")
+        leave(folder / f"said-{rank}", f"{name} after {time.monotonic() - started:.1f} s in step {step}: {error}")

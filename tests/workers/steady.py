@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gradwire import GradientCompressionOptimizer, OptimizationData, ShardingConfiguration, StragglerPolicy
 
+from .base import leave
 from .ddp import Net, loss_of
 from .sharded import checksum
 
@@ -29,9 +30,9 @@ def live(folder, rank, ranks, settings):
             world_size=ranks,
             timeout=timedelta(seconds=30),
         )
-        (folder / f"result-{rank}").write_text(json.dumps(train(folder, rank, settings)))
+        leave(folder / f"result-{rank}", json.dumps(train(folder, rank, settings)))
     except Exception as error:
-        (folder / f"said-{rank}").write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        leave(folder / f"said-{rank}", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     os._exit(0)
 
 

@@ -23,7 +23,7 @@ from gradwire.errors import ConfigError
 from gradwire.lab import Lab, parse_rate
 from gradwire.tasks import TASKS
 
-__all__ = ["BATCH_SIZES", "OURS", "Settings", "TrainingReport", "earlier_report", "measure"]
+__all__ = ["BATCH_SIZES", "LOOPBACK", "OURS", "Settings", "TrainingReport", "earlier_report", "measure"]
 
 OURS: Final = ("int8", "int4", "powersgd:16+int8")
 """Our methods, unless others are asked for."""
@@ -32,7 +32,8 @@ BATCH_SIZES: Final = {"digits": 16, "charlm": 4}
 """Examples a worker, small as the models are: the ratio of computing to sending is what makes a benchmark."""
 
 _SMOOTHED: Final = 3  # validations that are averaged
-_LOOPBACK: Final = "loopback"
+LOOPBACK: Final = "loopback"
+"""A rate that is none: the machine's own loopback, which needs no lab."""
 
 Notify = Callable[[str], None]
 
@@ -65,7 +66,7 @@ class Settings:
         if self.target_steps < 0:
             raise ConfigError(f"`--target-steps` must not be negative; got {self.target_steps}.")
         for rate in self.rates:
-            if rate != _LOOPBACK:
+            if rate != LOOPBACK:
                 parse_rate(rate, argument="--rate")
         for name in self.methods:
             check_method(name)
@@ -228,7 +229,7 @@ def _under(rate: str, settings: Settings, common: Mapping[str, Any], notify: Not
 
 @contextmanager
 def _links(rate: str, workers: int) -> Iterator[Lab | None]:
-    if rate == _LOOPBACK:
+    if rate == LOOPBACK:
         yield None
         return
     with Lab.up(workers, rate, name=f"bench-{os.getpid()}") as lab:

@@ -11,10 +11,11 @@ from rich.table import Table
 
 from gradwire.benchmarks import plot, training_plot
 from gradwire.benchmarks.hooks import PEERS
-from gradwire.benchmarks.training import OURS, Settings, TrainingReport, earlier_report, measure
+from gradwire.benchmarks.training import LOOPBACK, OURS, Settings, TrainingReport, earlier_report, measure
 from gradwire.cli.completion import complete_method, complete_task
 from gradwire.cli.output import JsonOption, errors, listed, print_json, show, size, table
-from gradwire.errors import ConfigError
+from gradwire.errors import ConfigError, LabError
+from gradwire.lab import unavailable
 
 __all__ = ["train"]
 
@@ -28,8 +29,8 @@ def train(
         list[str] | None,
         typer.Option(
             "--rate",
-            help="A link, e.g. 100mbit, or none; several times. It needs root; loopback does not.",
-            show_default=listed(Settings.rates),
+            help="A link, e.g. 100mbit or none, several times: needs root. loopback: no link, needs no root.",
+            show_default=f"{listed(Settings.rates)}; loopback where no lab can be made",
         ),
     ] = None,
     methods: Annotated[
@@ -73,17 +74,17 @@ def train(
 ) -> None:
     """Time training steps over shaped links, ours beside what people use today.
 
-    With --curve-steps also the time to the loss that plain DDP reaches. Needs root, but for --rate none.
+    With --curve-steps also the time to the loss that plain DDP reaches. Needs root, but for --rate loopback.
 
     Examples:
 
-      $ gradwire bench train --rate none --workers 2 --method ddp --method int4
+      $ gradwire bench train --rate loopback --method ddp --method int4
       $ sudo gradwire bench train --rate 100mbit --curve-steps 60 --json
     """
     settings = Settings(
         task=task,
         workers=workers,
-        rates=tuple(rates or Settings.rates),
+        rates=tuple(rates or _default_rates()),
         methods=tuple(methods or (*PEERS, *OURS)),
         rounds=rounds,
         steps=steps,
@@ -92,6 +93,8 @@ def train(
         target_steps=target_steps,
         batch_size=batch_size,
     )
+    if (reason := unavailable()) and settings.rates != (LOOPBACK,):
+        raise LabError(f"{reason} Without links: `gradwire bench train --rate {LOOPBACK}`.")
     if picture is not None:
         plot.check(picture)
     earlier = None
@@ -113,6 +116,14 @@ def train(
         return
     for rate in report.links:
         show(_table(report, rate))
+
+
+def _default_rates() -> tuple[str, ...]:
+    """The links of ``Settings``; loopback where no links can be made."""
+    if reason := unavailable():
+        errors.print(f"{reason} Measuring over {LOOPBACK} instead.", highlight=False)
+        return (LOOPBACK,)
+    return Settings.rates
 
 
 def _table(report: TrainingReport, rate: str) -> Table:

@@ -6,6 +6,7 @@ import ipaddress
 import signal
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated
 
 import typer
@@ -57,13 +58,14 @@ def dash(
                 highlight=False,
                 soft_wrap=True,
             )
-        end = threading.Event()
+        # Not an Event: its lock is not reentrant, and a signal that comes while `wait` takes it would wait for ever.
+        ends: SimpleQueue[int] = SimpleQueue()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: end.set())
+            signal.signal(number, lambda number, _: ends.put(number))
         thread = threading.Thread(target=server.serve_forever, name="gradwire-dashboard-http", daemon=True)
         thread.start()
         typer.echo(f"{server.url}\nCtrl-C to end")
-        end.wait()
+        ends.get()
         server.shutdown()
         thread.join()
 
