@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import ConfigError, torch_internals
 from gradwire.adapters import ddp
-from tests.installed import HAS_FSDP2
 
 SOURCES = Path(gradwire.__file__).parent
 # Of other libraries, and of Python.
@@ -113,13 +112,12 @@ def test_the_default_store_is_the_one_the_group_was_made_with():
 
 def test_without_a_default_store_the_groups_own_is_taken(group, monkeypatch):
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
-    if not hasattr(group, "get_group_store"):
-        with pytest.raises(ConfigError, match=r"needs torch\.distributed.*_get_default_store, which torch .* not have"):
-            torch_internals.default_store()
-        return
     torch_internals.default_store().set("word", "here")
     assert torch_internals.default_store().get("word") == b"here"
     gradwire.compress(linear(), "int8").close()
+    monkeypatch.delattr(dist.ProcessGroup, "get_group_store")
+    with pytest.raises(ConfigError, match=r"needs torch\.distributed.*_get_default_store, which torch .* not have"):
+        torch_internals.default_store()
 
 
 def test_without_a_process_group_the_default_store_is_refused(monkeypatch):
@@ -284,13 +282,6 @@ def test_a_scaler_without_its_states_is_refused_and_one_of_another_kind_is_not()
 # FSDP2.
 
 
-@pytest.mark.skipif(HAS_FSDP2, reason="torch has what FSDP2 needs")
-def test_an_older_torch_is_refused():
-    with pytest.raises(ConfigError, match=r"gradwire\.fsdp2 needs .*; torch 2\.9 to .* have it"):
-        _ = gradwire.fsdp2
-
-
-@pytest.mark.skipif(not HAS_FSDP2, reason="FSDP2 takes codecs since torch 2.9")
 def test_fsdp_modules_are_looked_into(group):
     from torch.distributed.fsdp import fully_shard
 
@@ -309,7 +300,6 @@ def test_fsdp_modules_are_looked_into(group):
     compression.close()
 
 
-@pytest.mark.skipif(not HAS_FSDP2, reason="FSDP2 takes codecs since torch 2.9")
 def test_a_class_that_fsdp_lacks_is_named(monkeypatch):
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_api

@@ -23,6 +23,7 @@ def tool():
 
 def test_the_oldest_is_of_pyproject_and_the_pinned_one_of_the_constraints(tool):
     assert tool.oldest().startswith(f"{TESTED[0]}.")
+    assert f'"torch>={TESTED[0]},' in (ROOT / "tools" / "environment.py").read_text()
     assert f"\ntorch=={tool.pinned()}\n" in (ROOT / "constraints.txt").read_text()
 
 
@@ -51,7 +52,7 @@ def test_every_version_is_run_once_and_the_status_says_whether_all_passed(tool, 
 
     def run(version, arguments):
         seen.append((version, arguments))
-        return tool.Run(version, "3.11", 5, int(version == "2.6.0"), 0, 1.0)
+        return tool.Run(version, "3.11", 5, int(version == tool.oldest()), 0, 1.0)
 
     monkeypatch.setattr(tool, "run", run)
     monkeypatch.setattr(tool, "newest", tool.pinned)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The newest release of which all tests are run by CI; `make test-versions` runs others. Users of the library are not
 # bound by it: pyproject.toml has the lower end alone.
-TORCH, LEAST, BELOW = "torch>=2.6,<2.14", (2, 6), (2, 14)
+TORCH, LEAST, BELOW = "torch>=2.9,<2.14", (2, 9), (2, 14)
 # PyTorch's own index of builds without CUDA: 0.2 GB to download where PyPI's have 3 GB.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_INDEX_TIMEOUT_S = 3.0

@@ -47,13 +47,13 @@ __all__ = [
     "uses_python_reducer",
 ]
 
-TESTED: Final = ("2.6", "2.15")
-"""The oldest and the newest torch that ``make test-versions`` was run with."""
+TESTED: Final = ("2.9", "2.15")
+"""The oldest and the newest torch that have all of these names."""
 
 
-def _missing(name: str, purpose: str, since: str = TESTED[0]) -> ConfigError:
+def _missing(name: str, purpose: str) -> ConfigError:
     return ConfigError(
-        f"{purpose} needs {name}, which torch {torch.__version__} does not have; torch {since} to {TESTED[1]} "
+        f"{purpose} needs {name}, which torch {torch.__version__} does not have; torch {TESTED[0]} to {TESTED[1]} "
         f"have it: install one of these, or a newer gradwire."
     )
 
@@ -209,20 +209,19 @@ def _scaler_states(scaler: object) -> dict[int, dict[str, Any]]:
 # FSDP2.
 
 _FSDP2: Final = "gradwire.fsdp2"
-_FSDP2_SINCE: Final = "2.9"
 
 
 def fsdp_communication() -> tuple[type[Any], type[Any], type[Any]]:
-    """Return ``FSDPModule``, and the base classes of all-gathers and reduce-scatters it takes: since torch 2.9."""
+    """Return ``FSDPModule``, and the base classes of all-gathers and reduce-scatters it takes."""
     where = "torch.distributed.fsdp._fully_shard._fsdp_api"
     try:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     except ImportError as error:
-        raise _missing(f"AllGather and ReduceScatter of {where}", _FSDP2, _FSDP2_SINCE) from error
+        raise _missing(f"AllGather and ReduceScatter of {where}", _FSDP2) from error
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         if not hasattr(FSDPModule, name):
-            raise _missing(f"FSDPModule.{name}", _FSDP2, _FSDP2_SINCE)
+            raise _missing(f"FSDPModule.{name}", _FSDP2)
     return FSDPModule, AllGather, ReduceScatter
 
 
@@ -250,4 +249,4 @@ def _fsdp_attribute(of: Any, name: str) -> Any:
     try:
         return getattr(of, name)
     except AttributeError as error:
-        raise _missing(f"{type(of).__name__}.{name}", _FSDP2, _FSDP2_SINCE) from error
+        raise _missing(f"{type(of).__name__}.{name}", _FSDP2) from error

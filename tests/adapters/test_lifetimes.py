@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from tests.case import tiered
-from tests.installed import HAS_FSDP2
 from tests.workers.lifetimes import NOTHING
 from tests.workers.ranks import Cases, same_on_every_rank, without_error
 
@@ -27,9 +26,7 @@ COMPRESSIONS = {
     "failed dense": {"codec": "dense", "fails": True},
 }
 OPTIMIZERS = ("GradientCompressionOptimizer", "ShardedOptimizerBase", "LocalAccumulation", "LocalSGD", "DiLoCo", "DeMo")
-OTHERS = {name: {"maker": name} for name in ("auto", "replica", "all_reduce_parameter")}
-if HAS_FSDP2:
-    OTHERS["sharded_model"] = {"maker": "sharded_model"}
+OTHERS = {name: {"maker": name} for name in ("auto", "replica", "sharded_model", "all_reduce_parameter")}
 THINGS = {
     **{name: {"maker": "compression", **options} for name, options in COMPRESSIONS.items()},
     **{name: {"maker": "optimizer", "make": name} for name in OPTIMIZERS},

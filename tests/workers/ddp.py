@@ -4,7 +4,6 @@ import gc
 import math
 import time
 import zlib
-from inspect import signature
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ from .base import main_of_cases
 
 SMALL_BUCKETS = 0.03  # MiB: about 7800 parameters
 TIMEOUT_S = 20
-CAN_SKIP = "skip_all_reduce_unused_params" in signature(DistributedDataParallel).parameters  # of this torch
 
 
 class Net(nn.Module):
@@ -495,8 +493,7 @@ def refused_models(rank):
     def delayed():
         net = Net().double()
         names = {"delay_all_reduce_named_params": [("layers.0.bias", net.layers[0].bias)]}
-        # torch 2.6 takes no fraction of a megabyte here.
-        return ddp(net, **names, param_to_hook_all_reduce=net.layers[0].weight, bucket_cap_mb=1)
+        return ddp(net, **names, param_to_hook_all_reduce=net.layers[0].weight)
 
     def in_python():
         torch._dynamo.config.optimize_ddp = "python_reducer"
@@ -524,7 +521,7 @@ def refused_models(rank):
         **{f"float64 and delayed, {codec}": refusal(delayed, codec) for codec in ("dense", "int4")},
         "python_reducer": refusal(in_python),
         "mixed_precision": refusal(mixed),
-        **{f"skipping, {codec}": refusal(skipping, codec) for codec in ("dense", "int4") if CAN_SKIP},
+        **{f"skipping, {codec}": refusal(skipping, codec) for codec in ("dense", "int4")},
     }
 
 

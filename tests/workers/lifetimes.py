@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 import gradwire
+from gradwire.adapters import fsdp2
 from gradwire.collectives import processes
 
 from .base import main_of_cases
@@ -67,7 +68,7 @@ def sharded_model(rank):
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     model = fully_shard(model, mesh=mesh)
-    made = gradwire.fsdp2.compress(model, "int4", "int8", timeout_s=TIMEOUT_S)
+    made = fsdp2.compress(model, "int4", "int8", timeout_s=TIMEOUT_S)
     train(model, sgd(model), range(3), rank)
     return {"model": model, "closes": made}
 
