@@ -8,6 +8,7 @@ name of a command, runs in the same environment.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,9 @@ from pathlib import Path
 from tests.mutants.draw import ROOT, SOURCE
 
 _MARK = "GRADWIRE_MUTANT"  # in the environment of all that runs in a copy: its folder
+# How the commands of an environment begin; pip writes the second form where the path of Python has a space.
+_HEAD = re.compile(rb"#!\S*/python3?\n|#!/bin/sh\n'''exec' .*\n' '''\n")
+_START = "#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n"
 _PREFIX = f"gradwire-mutant-{os.getpid()}-"  # of the folders of this process
 
 
@@ -87,10 +91,11 @@ class Copy:
         ours, theirs = Path(sysconfig.get_path("purelib", "venv", scheme)), sysconfig.get_path("purelib")
         (ours / "mutant.pth").write_text(f"{self.folder / 'src'}\n{theirs}\n")
         for script in Path(sysconfig.get_path("scripts")).iterdir():
-            first, _, rest = script.read_bytes().partition(b"\n") if script.is_file() else (b"", b"", b"")
+            text = script.read_bytes() if script.is_file() else b""
+            head = _HEAD.match(text)
             target = self.bin / script.name
-            if first.startswith(b"#!") and first.endswith(b"/python") and not target.exists():
-                target.write_bytes(b"#!%b\n%b" % (str(self.bin / "python").encode(), rest))
+            if head and not target.exists():
+                target.write_bytes(_START.format(python=self.bin / "python").encode() + text[head.end() :])
                 target.chmod(0o755)
 
 
